@@ -25,7 +25,7 @@ from lopa_ascend.serve.http.encoding import Json, Writer
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.decoding_fields import with_decoding_parameters
 from lopa_ascend.serve.openai.fields import HARMLESS, INSTEAD, REQUEST, STREAM_OPTIONS, ignoring
-from lopa_ascend.serve.openai.structured import Form, asked_form, calling_form
+from lopa_ascend.serve.openai.structured import Form, asked_form, calling_form, placed
 from lopa_ascend.serve.openai.tools import Tools
 from lopa_ascend.text.prompt import Prompts
 
@@ -141,8 +141,17 @@ class Planner:
         except ParameterError as error:
             raise _renamed(error, {"prompt": field, "messages": field}) from None
         if tools.is_forced or (form is not None and tools.functions):
+            self._check_schemas(tools)
             form = calling_form(tools, form)
         return self.choices(request, [prompt], field, form=form, with_logprobs=with_logprobs)
+
+    def _check_schemas(self, tools: Tools) -> None:
+        """Refuses functions by the field of their parameters, of which the grammar of all calls knows nothing."""
+        for field, schema in tools.callable().values():
+            try:
+                self.prompts.for_engine(DecodingParams.of(structured_outputs={"json": schema}))
+            except ParameterError as error:
+                raise placed(error, field) from None
 
     def choices(
         self,
@@ -184,6 +193,8 @@ class Planner:
             if with_logprobs:
                 _check_logprobs(choices)
         except ParameterError as error:
+            if error.param == "structured_outputs" and form is not None:
+                raise placed(error, form.field) from None
             raise _renamed(error, {"prompt": prompt_field, **sent_as}) from None
         return choices
 

@@ -47,7 +47,7 @@ EVENTS = (
     "response.in_progress, response.output_item.added, response.content_part.added, a response.output_text.delta for "
     "every piece of text, response.output_text.done, response.content_part.done, response.output_item.done, and last "
     "response.completed or response.incomplete with the whole response. A call has "
-    "response.function_call_arguments.delta and response.function_call_arguments.done in place of the events of part and "
+    "response.function_call_arguments.delta and response.function_call_arguments.done in place of those of text. "
     "If the request fails, an error event and response.failed come instead of what is left."
 )
 STATUS = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}

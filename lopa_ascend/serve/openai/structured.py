@@ -86,6 +86,16 @@ def asked_form(request: Body, format_: Form | None, tools: Tools) -> Form | None
     return form
 
 
+def placed(error: ParameterError, field: str) -> ParameterError:
+    """A refusal of the parameter structured_outputs, with the place in the request in front: the field, and in it the
+    path that the message has as a JSON pointer."""
+    kind_and_place, _, problem = str(error).removeprefix(f"{error.param}: ").partition(": ")
+    _, _, pointer = kind_and_place.partition(" at #/")
+    names = [name.replace("~1", "/").replace("~0", "~") for name in pointer.split("/") if name]
+    path = "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in names)
+    return type(error)(f"{field}{path}", problem)
+
+
 def calling_form(tools: Tools, answer: Form | None) -> Form:
     """Calls, or if these are not forced JSON in their place."""
     schema = None

@@ -19,6 +19,7 @@ from lopa_ascend.config.files import shown
 from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body, unsupported
 from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.openai.fields import CALL, CALL_ITEM, CALLED, INSTEAD, ignoring
+from lopa_ascend.text.schemas import parts
 from lopa_ascend.text.tool_calls import ToolCallReader, call_grammar
 from lopa_ascend.types import GenerationOutput
 
@@ -38,10 +39,23 @@ def _check_name(name: str) -> str:
     return name
 
 
+TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+
+
 def _check_parameters(schema: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Refuses what describes no object: the arguments of a call are one."""
-    if schema is not None and schema.get("type", "object") != "object":
+    """Refuses what describes no object, as arguments are one, and what is no JSON Schema. Without a forced call nothing
+    else reads a schema but the model."""
+    if schema is None:
+        return None
+    if schema.get("type", "object") != "object":
         raise ValueError(f"must be a JSON Schema with the type 'object', got the type {shown(schema['type'])}")
+    for place, part in parts(schema):
+        if not isinstance(part, dict | bool):
+            raise ValueError(f"{place} must be a JSON Schema, got {shown(part)}")
+        kind = part.get("type", "object") if isinstance(part, dict) else "object"
+        for name in kind if isinstance(kind, list) else [kind]:
+            if name not in TYPES:
+                raise ValueError(f"{place}/type must be one of {', '.join(TYPES)}, got {shown(name)}")
     return schema
 
 
@@ -112,8 +126,10 @@ def _check_choice(choice: Any) -> Any:
 
 
 Choice = Annotated[str, AfterValidator(_check_choice), Field(json_schema_extra={"enum": [*CHOICES]})]
-TOOL_CHOICE = "Whether the answer calls functions: none, auto (the model decides; the default), required, or the named one. Calls "
-    "that are forced keep to the functions' schemas, also with a chat template that knows no tools."
+TOOL_CHOICE = (
+    "Whether the answer calls functions: none, auto (the model decides; the default), required, or the named one. "
+    "Forced calls keep to the functions' schemas, also if the chat template knows no tools."
+)
 PARALLEL = "Whether the answer may have several calls. Default: true."
 
 
