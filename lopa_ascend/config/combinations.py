@@ -121,6 +121,7 @@ RULES = (
     # What could end an answer before its grammar is complete, go on after it, or ban all that it allows.
     *(Rule(name, "structured_outputs", (None,)) for name in ("ignore_eos", "min_new_tokens", "stop", "bad_words")),
     Rule("finish_at_eos", "structured_outputs", (None,)),
+    Rule("sub_block_cache", "structured_outputs", (None,)),  # a forced span would leave out a block's first pass
     Rule("alg_temp", "alg", tuple(alg for alg in ALGS if alg != "origin")),  # it ranks nothing
 )
 

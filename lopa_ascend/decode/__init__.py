@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from lopa_ascend.config import DecodingParams, add_decoding, find_decoding
 from lopa_ascend.decode.canvas import Parallel
+from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.fast_dllm import FastDllm
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
@@ -46,6 +47,7 @@ def begin(
     eos: frozenset[int],
     num_committed: int = 0,
     properties: ModelProperties = DREAM,
+    constraint: Constraint | None = None,
 ) -> Strategy:
     """The strategy that ``params`` names, at the start of a sequence; for the arguments see ``Strategy``."""
     strategy: type[Strategy] | None
@@ -56,7 +58,7 @@ def begin(
     else:
         strategy = LOPA_OVER[params.base]
     assert strategy is not None, "DecodingParams checks the name"
-    return strategy(prompt, params, mask, eos, num_committed, properties)
+    return strategy(prompt, params, mask, eos, num_committed, properties, constraint)
 
 
 def register_decoding(name: str, strategy: type[Strategy]) -> None:

@@ -139,6 +139,28 @@ class Branch:
         indices, fills = zip(*confirmed, strict=True)
         return replace(self, probs=tuple(probs), own_fills=fills, confirmed_by=indices)
 
+    def mask_again(self, index: int, mask: int, ends: Set[int]) -> Branch:
+        """With masks from a generated position on to the end of its block. No position before it is masked.
+
+        Args:
+            index: of the position among the generated ones.
+            ends: token ids that end the answer.
+        """
+        position = self.first + index
+        block = next(block for block in self.blocks if block.start <= position < block.end)
+        assert block.state is BlockState.ACTIVE, "what the grammar has not passed is not committed"
+        tokens, probs = list(self.tokens), list(self.probs)
+        count = block.end - position
+        tokens[index : index + count], probs[index : index + count] = [mask] * count, [0.0] * count
+        return replace(
+            self,
+            tokens=tuple(tokens),
+            probs=tuple(probs),
+            blocks=tuple(replace(other, masks=count) if other is block else other for other in self.blocks),
+            eos=any(token in ends for token in tokens),
+            own_fills=tuple(fill for fill in self.own_fills if not position <= fill.position < block.end),
+        )
+
     def open_block(self, length: int, mask: int) -> Branch:
         """With another block of ``length`` positions. All are masks, but for those of the prompt."""
         start, end = self.end, self.end + length

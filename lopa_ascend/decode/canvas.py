@@ -10,8 +10,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.decode.acceptance import most_confident
 from lopa_ascend.decode.blocks import Block, Branch
+from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.types import DREAM, Fill, ModelProperties, RowPlan, SequencePlan
 
@@ -27,9 +27,10 @@ class Canvas(Strategy):
         eos: frozenset[int],
         num_committed: int = 0,
         properties: ModelProperties = DREAM,
+        constraint: Constraint | None = None,
     ) -> None:
         assert not num_committed, "the keys and values of the prompt depend on the canvas"
-        super().__init__(prompt, params, mask, eos, num_committed, properties)
+        super().__init__(prompt, params, mask, eos, num_committed, properties, constraint)
         canvas = self.anchor
         while canvas.end < self.limit:
             canvas = canvas.open_block(min(params.block_size, self.limit - canvas.end), mask)
@@ -80,10 +81,7 @@ class Parallel(Canvas):
         return self._whole_row(branch, masked)
 
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
-        accepted = self.accept(predicted)
-        if accepted or not predicted:
-            return accepted, 0
-        return most_confident(predicted), 1
+        return self.accept_in(branch, predicted, least=min(1, len(predicted)))
 
 
 def first_masked(branch: Branch) -> Block:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lopa_ascend.decode.acceptance import most_confident
 from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.types import Fill, RowPlan, SequencePlan
@@ -38,9 +37,12 @@ class D2F(Strategy):
 
     def open(self, branch: Branch) -> Branch:
         """Opens another block, if the branch may have one (SPEC section 2, step a), and activates blocks (step b)."""
-        if self._may_open(branch):
-            branch = branch.open_block(min(self.params.block_size, self.limit - branch.end), self.mask)
-        return branch.activate(self.params.tau_act)
+        return self.extend(branch).activate(self.params.tau_act)
+
+    def extend(self, branch: Branch) -> Branch:
+        if not self._may_open(branch):
+            return branch
+        return branch.open_block(min(self.params.block_size, self.limit - branch.end), self.mask)
 
     def _may_open(self, branch: Branch) -> bool:
         last = branch.blocks[-1]
@@ -87,13 +89,12 @@ class D2F(Strategy):
         fallbacks = 0
         for block in branch.active_blocks():
             in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
-            accepted = self.accept(in_block)
             wanted = min(self._num_wanted_in(block), len(in_block)) if block.activated else 0
-            if len(accepted) < wanted:
-                fallbacks += wanted - len(accepted)
-                in_order = self.params.acceptance == "sequential"
-                accepted = in_block[:wanted] if in_order else most_confident(in_block, wanted)
-            chosen += accepted
+            filled, num_fallbacks = self.accept_in(branch, in_block, wanted)
+            if self.params.acceptance == "sequential":  # which accepts none
+                filled, num_fallbacks = in_block[:wanted], wanted
+            chosen += filled
+            fallbacks += num_fallbacks
         return chosen, fallbacks
 
     def _num_wanted_in(self, block: Block) -> int:

@@ -33,3 +33,7 @@ class FastDllm(Parallel):
             masked=tuple(branch.masked_in(block, self.mask)),
             stale_end=branch.end,
         )
+
+    def may_force(self, position: int) -> bool:
+        """Not the first position of a block, for which the block's first pass is made."""
+        return (position - self.origin) % self.params.block_size > 0

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lopa_ascend.decode.acceptance import most_confident
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.types import Fill, RowPlan, SequencePlan
@@ -59,7 +58,4 @@ class FastDllmV2(D2F):
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         """The positions of the sub-block that the rule accepts, or the most confident one; and the first position of a
         block in any case."""
-        accepted = self.accept(predicted)
-        if accepted or not predicted:
-            return accepted, 0
-        return most_confident(predicted), 1
+        return self.accept_in(branch, predicted, least=min(1, len(predicted)))

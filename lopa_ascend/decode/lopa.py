@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.branch_scores import branch_scores
-from lopa_ascend.decode.canvas import Parallel
+from lopa_ascend.decode.canvas import Parallel, first_masked
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.fast_dllm import FastDllm
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
@@ -44,8 +44,10 @@ class Lookaheads(Strategy):
         return self.branches_with(anchor, [[fill] for fill in ranked[: self.num_wanted]])
 
     def branches_with(self, anchor: Branch, drafts: Sequence[Sequence[Fill]]) -> list[Branch]:
-        """A lookahead branch for each of ``drafts``, which are its own tokens; and the anchor after them."""
-        return [*(anchor.as_lookahead(draft, self.ends) for draft in drafts), anchor]
+        """A lookahead branch for each of ``drafts``, which are its own tokens; and the anchor after them. A draft none
+        of whose tokens fits a grammar is left out."""
+        branches = [self.follow(anchor.as_lookahead(draft, self.ends)) for draft in drafts]
+        return [*(branch for branch in branches if branch.own_fills), anchor]
 
     @property
     def known_winner(self) -> Branch | None:
@@ -78,7 +80,11 @@ class LopaFastDllm(Lookaheads, FastDllm):
     def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
         if len(open_positions) == 1:
             open_positions = []
-        return super().spawn(anchor, open_positions)
+        *lookaheads, anchor = super().spawn(anchor, open_positions)
+        if lookaheads:  # a grammar may force the last mask of a block, too
+            block = first_masked(anchor)
+            lookaheads = [branch for branch in lookaheads if branch.masks and first_masked(branch).start == block.start]
+        return [*lookaheads, anchor]
 
 
 class LopaFastDllmV2(Lookaheads, FastDllmV2):

@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.decode.acceptance import acceptance_rule
+from lopa_ascend.decode.acceptance import acceptance_rule, most_confident
 from lopa_ascend.decode.blocks import Block, BlockState, Branch
+from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.types import (
     DREAM,
     Alternatives,
@@ -47,6 +48,7 @@ class Strategy(ABC):
         ends: token ids that end the answer.
         is_stuck: the last pass filled nothing that a rule had accepted.
         is_crowded: so many requests run that drafts do not pay; the engine sets it before each pass.
+        constraint: see the arguments.
         alternatives: by position: the most probable tokens with their probabilities, as the pass predicted them that
             the token of the position comes from. Empty unless the request asks for ``top_logprobs``.
 
@@ -56,6 +58,7 @@ class Strategy(ABC):
         eos: EOS ids, which end the answer unless ``params.ignore_eos``.
         num_committed: positions of the prompt whose keys and values are in the cache already.
         properties: of the model.
+        constraint: what the answer keeps to; None: it is free.
     """
 
     like: ClassVar[str]
@@ -71,8 +74,10 @@ class Strategy(ABC):
         eos: frozenset[int],
         num_committed: int = 0,
         properties: ModelProperties = DREAM,
+        constraint: Constraint | None = None,
     ) -> None:
         self.params = params
+        self.constraint = constraint
         self.properties = properties
         self.prompt = tuple(prompt)
         self.mask = mask
@@ -167,9 +172,9 @@ class Strategy(ABC):
         predicted = self.predicted(row, results[winner])
         fills, fallbacks = self.choose(branch, predicted)
         self.is_stuck = len(fills) == fallbacks
-        filled = {fill.position for fill in fills}
-        open_positions = [fill for fill in predicted if fill.position not in filled]
-        after = self.settle(branch.fill(fills, self.ends).as_anchor())
+        after = self.settle(self.follow(branch.fill(fills, self.ends).as_anchor()))
+        fills, forced, remasked = self._changes(after, branch.own_fills, fills)
+        open_positions = [fill for fill in predicted if self._is_open(fill, after)]
         self.branches = [self.open(branch) for branch in self.spawn(after, open_positions)]
         record = StepRecord(
             index=self.num_forwards,
@@ -182,6 +187,8 @@ class Strategy(ABC):
             fallbacks=fallbacks,
             model_tokens=model_tokens,
             head_rows=head_rows,
+            forced=tuple(forced),
+            remasked=tuple(remasked),
         )
         self.num_committed += plan.num_new
         self.num_forwards += 1
@@ -189,7 +196,119 @@ class Strategy(ABC):
 
     def advance(self, branch: Branch, fills: Sequence[Fill]) -> Branch:
         """The anchor of the pass after one that this branch wins and that fills these positions."""
-        return self.open(self.settle(branch.fill(fills, self.ends).as_anchor()))
+        return self.open(self.settle(self.follow(branch.fill(fills, self.ends).as_anchor())))
+
+    # ---- what a grammar adds ---------------------------------------------------------------------------------------
+
+    def follow(self, branch: Branch) -> Branch:
+        """The branch after fills, as its grammar has it.
+
+        The filled beginning is followed up to the first mask. A token that does not fit is masked again, with what
+        follows it in its block. Then tokens are filled as long as only one can follow.
+
+        Every pass lets the beginning grow, so there are at most ``max_new_tokens`` of them: each fills the first mask
+        (``accept_in``) with one of the tokens that fit, which therefore stays.
+
+        Raises:
+            GrammarError: nothing fits, or the grammar is too hard to follow.
+        """
+        if self.constraint is None:
+            return branch
+        while True:
+            beginning = self._beginning(branch)
+            num_fitting = self.constraint.admitted(beginning)
+            if num_fitting < len(beginning):
+                branch = branch.mask_again(num_fitting, self.mask, self.ends)
+                beginning = beginning[:num_fitting]
+            forced = self.constraint.forced(beginning) if self.ends.isdisjoint(beginning) else []
+            if forced and len(beginning) == len(branch.tokens):
+                branch = self.extend(branch)
+            fills = self._fills_of(forced, branch, len(beginning))
+            if not fills:
+                return branch
+            branch = branch.fill(fills, self.ends)
+
+    def _fills_of(self, forced: Sequence[int], branch: Branch, index: int) -> list[Fill]:
+        """The fills that put forced tokens into the masks from a generated position on, as far as these reach."""
+        fills = []
+        for number, token in enumerate(forced, index):
+            position = branch.first + number
+            if number == len(branch.tokens) or branch.tokens[number] != self.mask or not self.may_force(position):
+                break
+            fills.append(Fill(position, token, 1.0, 1.0))
+        return fills
+
+    def _beginning(self, branch: Branch) -> tuple[int, ...]:
+        """The generated tokens up to the first mask."""
+        return branch.tokens[: branch.tokens.index(self.mask)] if branch.masks else branch.tokens
+
+    def allowed(self, row: RowPlan) -> int:
+        """The tokens that may be chosen at the first masked position of a row, as a set; see ``decode.constraint``."""
+        assert self.constraint is not None
+        first = len(self.prompt)
+        known = max(0, row.start - first)
+        before = row.tokens[max(0, first - row.start) : row.masked[0] - row.start]
+        return self.constraint.allowed((*self.anchor.tokens[:known], *before))
+
+    def _is_open(self, fill: Fill, after: Branch) -> bool:
+        """Whether a lookahead branch may fill a position: it is masked, and what is first fits."""
+        index = fill.position - after.first
+        if after.tokens[index] != self.mask:
+            return False
+        if self.constraint is None or self.mask in after.tokens[:index]:
+            return True
+        return self.constraint.admitted((*after.tokens[:index], fill.token)) > index
+
+    def _changes(
+        self, after: Branch, own_fills: Sequence[Fill], fills: Sequence[Fill]
+    ) -> tuple[Sequence[Fill], list[Fill], list[int]]:
+        """What a pass has done to the anchor beside the winner's own tokens: the fills that stay, what was forced, and
+        what was masked again; see ``StepRecord``."""
+        if self.constraint is None:
+            return fills, [], []
+        first, tokens = after.first, after.tokens
+        stay = [fill for fill in fills if tokens[fill.position - first] == fill.token]
+        # The winner may have opened another number of blocks than the anchor; these hold masks alone.
+        known = [*self.anchor.tokens, *[self.mask] * len(tokens)][: len(tokens)]
+        for fill in (*own_fills, *stay):
+            known[fill.position - first] = fill.token
+        forced, remasked = [], []
+        for index, (old, new) in enumerate(zip(known, tokens, strict=True)):
+            if old == new:
+                continue
+            if new == self.mask:
+                remasked.append(first + index)
+            else:
+                forced.append(Fill(first + index, new, 1.0, 1.0))
+        return stay, forced, remasked
+
+    def extend(self, branch: Branch) -> Branch:
+        """The branch with another block if it may have one, which is not activated yet."""
+        return branch
+
+    def may_force(self, position: int) -> bool:
+        """Whether a position may be filled without a pass."""
+        return True
+
+    def accept_in(self, branch: Branch, predicted: Sequence[Fill], least: int = 0) -> tuple[list[Fill], int]:
+        """Which predictions for a block's masked positions are filled, and how many of these no rule has accepted.
+
+        Where the rule accepts fewer than ``least``, the most confident ones are filled instead. Under a grammar the
+        first masked position of the branch is filled in any case.
+        """
+        accepted = self.accept(predicted)
+        if self.constraint is not None and predicted and predicted[0].position == self._first_mask(branch):
+            first, *others = predicted
+            rest = [fill for fill in accepted if fill is not first]
+            if len(rest) + 1 < least:
+                rest = most_confident(others, least - 1)
+            return [first, *rest], sum(fill not in accepted for fill in (first, *rest))
+        if len(accepted) >= least:
+            return accepted, 0
+        return most_confident(predicted, least), least - len(accepted)
+
+    def _first_mask(self, branch: Branch) -> int:
+        return branch.first + len(self._beginning(branch))
 
     # ---- how a branch goes on: whole canvases have all blocks from the beginning, and commit none --------------------
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 
@@ -51,7 +52,10 @@ class DraftingLopa(Lopa):
         winner, confirmed = self._confirmed_winner(predicted, scores)
         branch = self.branches[winner]
         if branch.own_fills:
-            branch = branch.confirm([confirmed[_place(fill)] for fill in branch.own_fills])
+            # What no prediction confirms, a grammar forces once the others are confirmed.
+            anchor = len(self.branches) - 1
+            own = [confirmed.get(_place(fill), (anchor, replace(fill, max_prob=1.0))) for fill in branch.own_fills]
+            branch = branch.confirm(own)
         return winner, branch, [float(score) for score in scores]
 
     @abstractmethod

@@ -25,6 +25,7 @@ from lopa_ascend.config.kinds import format_size
 from lopa_ascend.core import Request, Result, Sequence, Step
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.bad_words import BadWords
+from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.engine.commands import Abort, Generate
 from lopa_ascend.engine.leader import Leader, Order, end_processes
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
@@ -38,6 +39,7 @@ from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.runner.runner import Runner
+from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.types import Alternatives, EngineStats, RankReport, Scoring, StepRecord, Update, winner_rank
 
 SEED_BITS = 53
@@ -91,7 +93,8 @@ class Engine:
         prefix_cache = cache(pool.allocator) if config.enable_prefix_caching else None
         # Not a method: the scheduler must not refer to the engine, so that an engine that is not used any more frees
         # its pages at once.
-        start = partial(start_sequence, self.runner, self.model_config, prepared.num_token_ids)
+        self._grammars = None if prepared.tokenizer is None else Grammars(prepared.tokenizer)
+        start = partial(start_sequence, self.runner, self.model_config, prepared.num_token_ids, self._grammars)
         self.scheduler = Scheduler(self.limits, pool.allocator, start, prefix_cache)
         self._step_seconds = 0.0
         self._failure: str | None = None
@@ -205,6 +208,10 @@ class Engine:
         if request_id in self.scheduler.running or request_id in self.scheduler.waiting:
             raise ValueError(f"request id {request_id!r} is in use")
         self.limits.check(len(prompt), params)
+        if params.structured_outputs is not None:
+            if self._grammars is None:
+                raise ParameterError("structured_outputs", f"needs a tokenizer, and {self.model_name} has none")
+            self._grammars.matcher(params.structured_outputs)  # compiles it
         if self.runner.graphs is not None:
             params = self.runner.graphs.with_fixed_branches(params, params.eos_ids_or(self.model_config.eos_token_ids))
         if params.is_random and params.seed is None:
@@ -432,6 +439,7 @@ def start_sequence(
     runner: Runner,
     model: ModelConfig,
     num_token_ids: int,
+    grammars: Grammars | None,
     request: Request,
     page_tables: PageTables,
     entry: PrefixEntry | None,
@@ -440,14 +448,24 @@ def start_sequence(
 
     Args:
         num_token_ids: token ids from this one on do not exist in the tokenizer.
+        grammars: None without a tokenizer.
     """
     eos = request.params.eos_ids_or(model.eos_token_ids)
     num_cached = 0 if entry is None else entry.num_positions
     words, properties = banned_ids(request.params), request.properties
     assert len(words) == len(request.params.bad_words), "the engine knows no text"
+    constraint = None
+    if request.params.structured_outputs is not None:
+        assert grammars is not None, "the engine refuses such requests"
+        ends = (*eos, *request.params.stop_token_ids)
+        matcher = grammars.matcher(request.params.structured_outputs)
+        constraint = Constraint(matcher, [token for token in ends if token < num_token_ids])
+    strategy = begin(
+        request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached, properties, constraint
+    )
     sequence = Sequence(
         request=request,
-        strategy=begin(request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached, properties),
+        strategy=strategy,
         scoring=_scoring(request, model.mask_token_id, num_token_ids, eos),
         page_tables=page_tables,
         bad_words=BadWords(words, model.mask_token_id) if words else None,

@@ -21,6 +21,7 @@ from lopa_ascend.model.base import Model
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.score.shards import MAX_OFFERED
 from lopa_ascend.text.special_ids import check_special_ids, end_token_ids
+from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import load_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Prepared:
     """The checked directory that the model is loaded from."""
     ops: Ops
     """The device's fused ops."""
+    tokenizer: Tokenizer | None
     num_token_ids: int
     """The tokenizer's number of token ids; the embedding may have more rows."""
     eos_token_ids: tuple[int, ...]
@@ -94,7 +96,9 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
         identity = model_source.identity, max_model_len, num_token_ids, mesh.tp.rank, mesh.bp.rank
         logit_shift = model_source.properties.logit_shift
         graph_plan = plan_graphs(config, identity, logit_shift, max_model_len, max_num_batched_tokens)
-    return Prepared(model_source, ops, num_token_ids, eos_token_ids, max_model_len, max_num_batched_tokens, graph_plan)
+    return Prepared(
+        model_source, ops, tokenizer, num_token_ids, eos_token_ids, max_model_len, max_num_batched_tokens, graph_plan
+    )
 
 
 def _check_split(config: EngineConfig, model: ModelConfig) -> None:

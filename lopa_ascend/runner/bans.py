@@ -1,17 +1,21 @@
-"""The tokens that ``bad_words`` ban from the rows of one sequence's forward pass."""
+"""The tokens that ``bad_words`` and grammars ban from the rows of one sequence's forward pass."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lopa_ascend.core import Sequence
 from lopa_ascend.parallel.placement import Share
 from lopa_ascend.score.shards import Bans
+from lopa_ascend.types import GrammarError
 
 
 def bans_for(sequence: Sequence, share: Share, device: torch.device) -> Bans | None:
     """What may not be chosen at the positions that a sequence predicts; None if nothing is banned there."""
+    if sequence.strategy.constraint is not None:
+        return _grammar_bans(sequence, share, device)
     if sequence.bad_words is None or not len(share.positions):
         return None
     prompt_length = len(sequence.request.prompt)
@@ -25,6 +29,33 @@ def bans_for(sequence: Sequence, share: Share, device: torch.device) -> Bans | N
     indices = {ids: index for index, ids in enumerate(dict.fromkeys(filter(None, banned)))}
     lists = tuple(torch.tensor(ids, device=device) for ids in indices)
     return Bans(lists, np.array([indices.get(ids, -1) for ids in banned]))
+
+
+def _grammar_bans(sequence: Sequence, share: Share, device: torch.device) -> Bans | None:
+    """What the grammar does not allow at the first masked position of each branch, while the device computes. A
+    sequence that finds no way on fails, on every rank alike: so all look at all branches."""
+    try:
+        allowed = {row: sequence.strategy.allowed(row) for row in share.plan.rows if row.masked}
+    except GrammarError as error:
+        sequence.error = str(error)
+        return None
+    indices = {tokens: index for index, tokens in enumerate(dict.fromkeys(allowed.values()))}
+    list_of_row = np.full(len(share.positions), -1)
+    for number, row in enumerate(share.rows):
+        if row.masked:
+            # The hidden state of a position that several rows share is listed with the first of them. They have the
+            # same tokens before it.
+            is_first = (share.positions == row.masked[0]) & (share.predicted_rows == number)
+            list_of_row[is_first] = indices[allowed[row]]
+    return Bans(
+        tuple(_banned(tokens, sequence.scoring.num_token_ids).to(device) for tokens in indices), list_of_row, True
+    )
+
+
+def _banned(allowed: int, num_token_ids: int) -> Tensor:
+    """The complement of a set of tokens, bool [num_token_ids]."""
+    packed = np.frombuffer(allowed.to_bytes(-(-num_token_ids // 8), "little"), dtype=np.uint8)
+    return torch.from_numpy(np.unpackbits(packed, count=num_token_ids, bitorder="little") == 0)
 
 
 def _answer(sequence: Sequence, start: int, tokens: tuple[int, ...]) -> list[int]:

@@ -26,7 +26,7 @@ from lopa_ascend.runner.layout import BEFORE_WINDOW, build_batch, last_committin
 from lopa_ascend.runner.scoring import Job, Scorer
 from lopa_ascend.score.adjust import adjustment_for
 from lopa_ascend.score.prediction import NOT_FINITE, NUM_COLUMNS, decode
-from lopa_ascend.types import RowResult, SequencePlan
+from lopa_ascend.types import GrammarError, RowResult, SequencePlan
 
 
 class EagerExecutor:
@@ -67,11 +67,15 @@ class EagerExecutor:
         Args:
             results: what ``exchange`` gave for the sequence.
         """
-        if results is None:
-            sequence.fail(NOT_FINITE)
+        if sequence.error is not None or results is None:
+            sequence.fail(sequence.error or NOT_FINITE)
             return sequence, None
         strategy, plan = sequence.strategy, share.plan
-        record = strategy.absorb(plan, results, model_tokens=share.num_computed, head_rows=len(share.predicting))
+        try:
+            record = strategy.absorb(plan, results, model_tokens=share.num_computed, head_rows=len(share.predicting))
+        except GrammarError as error:
+            sequence.fail(str(error))
+            return sequence, None
         if sequence.request.params.top_logprobs:
             self._alternatives.record(sequence, share, record, job)
         self.commit(sequence, share, record.winner, job)
@@ -132,6 +136,9 @@ class EagerExecutor:
         no_hidden = torch.empty(0, dtype=self.model.head.dtype, device=self.model.head.device)
         jobs = [Job(no_hidden, NOTHING, sequence.scoring, 0) for sequence in sequences]
         busy = [index for index, share in enumerate(shares) if share.rows]
+        for sequence, share in zip(sequences, shares, strict=True):
+            if not share.rows:
+                bans_for(sequence, share, self.ops.device)  # a grammar that finds no way on fails on every rank
         if not busy:
             return jobs
         inputs = build_batch(

@@ -32,17 +32,35 @@ Offer = tuple[dict[str, Tensor], Tensor, Tensor]
 """(statistics by name [R, 1], offered logits [R, K], their token ids [R, K])."""
 
 
+EXCLUDED = -1e30
+"""The logit of a token with probability 0. It is finite, also after division by a temperature, so that a shard without
+another one has a sum and an entropy."""
+
+
 class Bans(NamedTuple):
     """Tokens that may not be chosen in single rows."""
 
     lists: tuple[Tensor, ...]
-    """The distinct lists of banned token ids, int64 [n] each."""
+    """The distinct lists of banned token ids, int64 [n] each; with ``excludes`` bool [vocabulary], true if banned."""
     list_of_row: NDArray[np.int64]
     """Index into ``lists`` of each row; -1 for none."""
+    excludes: bool = False
+    """Banned tokens have probability 0: the others share what they would have. If not, they keep their share."""
 
     def within(self, first_row: int, num_rows: int) -> Bans:
         """The bans of a range of rows."""
-        return Bans(self.lists, self.list_of_row[first_row : first_row + num_rows])
+        return self._replace(list_of_row=self.list_of_row[first_row : first_row + num_rows])
+
+    def exclude(self, x: Tensor, first: int) -> None:
+        """Sets the logits [R, n] of banned tokens to ``EXCLUDED``.
+
+        Args:
+            first: token id of the first column.
+        """
+        for row in np.flatnonzero(self.list_of_row >= 0):
+            banned = self.lists[self.list_of_row[row]][first : first + x.shape[-1]]
+            x[row, : len(banned)].masked_fill_(banned, EXCLUDED)
+            x[row, len(banned) :] = EXCLUDED  # rows of the embedding beyond the vocabulary
 
 
 def columns(scoring: Scoring) -> tuple[str, ...]:
@@ -88,9 +106,12 @@ def shard_scores(
         first: token id of the first column.
         limit: the most tokens that a shard offers, so that C does not depend on n; None for the only shard, which may
             offer all.
-        bans: tokens that may not be chosen in some rows; they keep their share of the denominator.
+        bans: tokens that may not be chosen in some rows.
     """
     x = logits.float()
+    if bans is not None and bans.excludes:
+        bans.exclude(x, first)
+        bans = None
     high = x.amax(-1, keepdim=True)  # NaN and +inf show in it, and make all statistics NaN
     if scoring.truncated:
         stats, values, ids = _offer_best(x, high, scoring, positions, first, limit, bans)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from lopa_ascend.config import ContextLengthError, DecodingParams, ParameterError, context_length
+from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tool_calls import BEGIN
 
@@ -53,6 +55,11 @@ class Prompts:
         """Whether the chat template shows tools to the model, and calls in the form of ``text.tool_calls``."""
         tokenizer = self.tokenizer
         return tokenizer is not None and BEGIN in (tokenizer.chat_template or "") and tokenizer.template_reads("tools")
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        assert self.tokenizer is not None, "for_engine refuses a grammar"
+        return Grammars(self.tokenizer)
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a prompt.
@@ -133,7 +140,8 @@ class Prompts:
           are no part of an answer's text, in which it would never be found.
 
         Raises:
-            ParameterError: there are stop strings, texts in ``bad_words`` or a grammar, and no tokenizer.
+            ParameterError: there are stop strings, texts in ``bad_words`` or a grammar, and no tokenizer; or the
+                grammar cannot be used.
         """
         has_banned_texts = any(isinstance(word, str) for word in params.bad_words)
         if self.tokenizer is None:
@@ -144,6 +152,8 @@ class Prompts:
                     raise ParameterError(name, f"needs a tokenizer, and {self._model_name} has no tokenizer files")
             return params
         special = _special_stops(params, self.tokenizer, self._mask_token_id)
+        if params.structured_outputs is not None:
+            self._grammars.matcher(params.structured_outputs)  # refuses what has an error
         if special:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
         if has_banned_texts:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from llguidance import JsonCompileOptions
-
 from lopa_ascend.config import ParameterError
 
 Schema = Any
@@ -17,7 +15,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 """Keywords with a list of schemas, or of these "items" with one."""
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
-OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+OPTIONS: Any = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 """How llguidance takes every schema: JSON is compact, and what it cannot check is refused."""
 MAX_DEPTH = 100
 MAX_VALUES = 4096

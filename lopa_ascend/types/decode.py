@@ -124,13 +124,19 @@ class StepRecord:
     winner: int
     """Index of the winner in ``branches``."""
     fills: tuple[Fill, ...]
-    """What was filled after the pass. A winning branch's own tokens are in ``branches[winner].own_fills``."""
+    """What was filled after the pass and stays. A winning branch's own tokens are in ``branches[winner].own_fills``."""
     fallbacks: int
     """How many of the fills were not accepted: the one position that a fully activated block has to fill."""
     model_tokens: int
     """Tokens that this rank computed for the request."""
     head_rows: int
     """Rows of logits that this rank computed for the request."""
+    forced: tuple[Fill, ...] = ()
+    """Under a grammar: what was filled without a prediction after that, because nothing else fits. It may be in place
+    of a token that the position had."""
+    remasked: tuple[int, ...] = ()
+    """Under a grammar: positions that were filled before the pass, or are among the winner's own, and are masked again
+    because they do not fit."""
 
     def canvas_positions(self, prompt_length: int) -> int:
         """Positions of the answer that all branches have in this pass. Each branch counts as many as the winner has.
