@@ -35,7 +35,13 @@ def follow(engine: Engine) -> None:
         kind, commands = receive_message(engine.mesh.world)
         for command in commands:
             if isinstance(command, Generate):
-                engine.add(command.request_id, command.prompt_token_ids, command.params, trace=command.trace)
+                engine.add(
+                    command.request_id,
+                    command.prompt_token_ids,
+                    command.params,
+                    trace=command.trace,
+                    continuations=command.continuations,
+                )
             else:
                 engine.abort(command.request_id)
         if kind is Order.END:

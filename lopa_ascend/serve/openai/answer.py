@@ -16,12 +16,13 @@ from pydantic import BaseModel, Field
 
 from lopa_ascend.serve.http.encoding import Json, Writer
 from lopa_ascend.serve.link.generation import AskedChoice
-from lopa_ascend.serve.openai.logprobs import TokenProb, TokenProbs
+from lopa_ascend.serve.openai.logprobs import TokenProb, TokenProbs, scored
 from lopa_ascend.serve.openai.request import GenerationRequest
 from lopa_ascend.serve.openai.tools import NO_TOOLS, Calls, Tools
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
+SCORED = "With structured_outputs.choice: how probable each of its texts is, in a stream in a chunk of its own."
 EVENTS = "With stream: true. Each event holds one chunk as JSON; the last event is [DONE]."
 
 # ---- as /openapi.json documents them ---------------------------------------------------------------------------------
@@ -57,6 +58,18 @@ class AnyChoice(BaseModel):
     )
     seed: int | None = Field(None, description="Seed of the sampling, for repeating it; null without sampling.")
     token_ids: list[int] | None = Field(None, description="With return_token_ids, or if the model has no tokenizer.")
+
+
+class ScoredText(BaseModel):
+    """One of the texts that structured_outputs.choice names."""
+
+    text: str
+    logprob: float = Field(
+        description="Sum of the log probabilities of its tokens in one forward pass, in which all are masked: exact for "
+        "one token."
+    )
+    num_tokens: int
+    share: float = Field(description="Its part of the sum of all texts' probabilities.")
 
 
 class AnyCompletion(BaseModel):
@@ -116,6 +129,8 @@ class Details:
     """Texts of the prompts, which the answers begin with; empty without echo."""
     tools: Tools = NO_TOOLS
     """What the answer may call."""
+    texts: Sequence[str] = ()
+    """Texts of which each answer is one, if the request asks how probable they are."""
     include_usage: bool = False
     """The stream ends with a chunk that has the usage."""
     continuous_usage: bool = False
@@ -135,7 +150,7 @@ class CompletionWriter(Writer):
     Args:
         form: completions or chat completions.
         model: name of the served model.
-        choices: the choices of the request, ``details.n`` for each prompt.
+        choices: the choices of the request, ``details.n`` for each prompt, and then what scores ``details.texts``.
         details: what the answer holds.
         tokenizer: for log probabilities; None: tokens are shown by their ids.
     """
@@ -148,7 +163,9 @@ class CompletionWriter(Writer):
         details: Details,
         tokenizer: Tokenizer | None = None,
     ):
-        self.form, self.choices, self.details, self.tokenizer = form, choices, details, tokenizer
+        self.form, self.details, self.tokenizer = form, details, tokenizer
+        self.choices = [choice for choice in choices if not choice.continuations]
+        choices = self.choices
         self.id = f"{form.id_prefix}-{uuid.uuid4().hex}"
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
         """The same in every part."""
@@ -162,7 +179,8 @@ class CompletionWriter(Writer):
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
         # "choices" is an iterator: choices with log probabilities are large, so each is made when it is encoded.
-        choices = (self._whole_choice(index, output) for index, output in enumerate(outputs))
+        outputs, scores = outputs[: len(self.choices)], outputs[len(self.choices) :]
+        choices = (self._whole_choice(index, output, scores) for index, output in enumerate(outputs))
         return {**self.head, "object": self.form.whole, "choices": choices, **self.totals(outputs)}
 
     def opening(self) -> list[Json]:
@@ -171,6 +189,8 @@ class CompletionWriter(Writer):
         return [self._chunk(index, self.form.delta(prefix)) for index, prefix in enumerate(prefixes) if prefix]
 
     def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
+        if index >= len(self.choices):
+            return self._scores_of_prompt(index - len(self.choices), progress)
         before, self._latest[index] = self._latest[index], progress
         text, calls = self._calls[index].push(progress.text, is_final=progress.output is not None)
         known = len(before.token_ids)
@@ -186,6 +206,16 @@ class CompletionWriter(Writer):
             reason = self._calls[index].finish_reason(progress.output)
             chunks.append(self._chunk(index, self.form.end, output=progress.output, finish_reason=reason))
         return [*self._openings(index), *chunks] if chunks else []
+
+    def _scores_of_prompt(self, index: int, progress: Progress) -> list[Json]:
+        """How probable ``details.texts`` are after a prompt, in a chunk for each of its choices."""
+        if progress.output is None:
+            return []
+        logprobs = self._logprobs([], [progress.output])
+        chunks = []
+        for choice in range(index * self.details.n, (index + 1) * self.details.n):
+            chunks += [*self._openings(choice), self._chunk(choice, self.form.end, logprobs=logprobs)]
+        return chunks
 
     def closing(self) -> list[Json]:
         if not self.details.include_usage:
@@ -206,14 +236,14 @@ class CompletionWriter(Writer):
         total = self.prompt_tokens + completion_tokens
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
-    def _whole_choice(self, index: int, output: GenerationOutput) -> Json:
+    def _whole_choice(self, index: int, output: GenerationOutput, scores: Sequence[GenerationOutput]) -> Json:
         tokens = self._token_probs().push(output.token_ids, output.max_probs, output.alternatives)
         calls = Calls(self.details.tools)
         text, _ = calls.push(output.text or "", is_final=True)
         return self._choice(
             index,
             self.form.message(self._prefix(index) + text, calls.whole()),
-            logprobs=self._logprobs(tokens),
+            logprobs=self._logprobs(tokens, scores[index // self.details.n :][:1]),
             token_ids=output.token_ids,
             output=output,
             finish_reason=calls.finish_reason(output),
@@ -280,6 +310,12 @@ class CompletionWriter(Writer):
         is_truncated = params.top_p is not None or params.top_k is not None or params.min_p > 0
         return TokenProbs(self.tokenizer, is_truncated=is_truncated)
 
-    def _logprobs(self, tokens: Sequence[TokenProb]) -> Json | None:
+    def _logprobs(self, tokens: Sequence[TokenProb], scores: Sequence[GenerationOutput] = ()) -> Json | None:
+        """Log probabilities of tokens; with ``scores`` of one prompt also those of ``details.texts``."""
         asked = self.details.logprobs
-        return None if asked is None else self.form.logprobs(tokens, with_top=asked > 0)
+        if asked is None:
+            return None
+        logprobs = self.form.logprobs(tokens, with_top=asked > 0)
+        for output in scores:
+            logprobs["choices"] = scored(self.details.texts, output)
+        return logprobs

@@ -12,7 +12,15 @@ from lopa_ascend.config.files import shown
 from lopa_ascend.serve.http.body import EMPTY, Body, unsupported
 from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.link.generation import AskedChoice
-from lopa_ascend.serve.openai.answer import AnyChoice, AnyCompletion, CompletionWriter, Details, Form
+from lopa_ascend.serve.openai.answer import (
+    SCORED,
+    AnyChoice,
+    AnyCompletion,
+    CompletionWriter,
+    Details,
+    Form,
+    ScoredText,
+)
 from lopa_ascend.serve.openai.fields import HARMLESS, HARMLESS_TEMPLATE, INSTEAD, MESSAGE, PART, ignoring
 from lopa_ascend.serve.openai.logprobs import TokenProb
 from lopa_ascend.serve.openai.request import (
@@ -22,7 +30,7 @@ from lopa_ascend.serve.openai.request import (
     Planner,
     drop_tools_without_choice,
 )
-from lopa_ascend.serve.openai.structured import ResponseFormat, response_form
+from lopa_ascend.serve.openai.structured import ResponseFormat, response_form, texts_of
 from lopa_ascend.serve.openai.tools import (
     MAX_CALLS,
     MAX_TOOLS,
@@ -182,7 +190,8 @@ class ChatRequest(GenerationRequest):
 
     def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> CompletionWriter:
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        details = Details.of(self, with_ids=bool(self.return_token_ids), logprobs=logprobs, tools=self.callable)
+        with_ids, texts = bool(self.return_token_ids), texts_of(self, with_logprobs=bool(self.logprobs))
+        details = Details.of(self, with_ids=with_ids, logprobs=logprobs, tools=self.callable, texts=texts)
         return self.writer_type(CHAT, model, choices, details, planner.prompts.tokenizer)
 
 
@@ -202,6 +211,7 @@ class TokenLogprob(TopLogprob):
 class ChatLogprobs(BaseModel):
     content: list[TokenLogprob]
     refusal: None = None
+    choices: list[ScoredText] | None = Field(None, description=SCORED)
 
 
 class ChatCall(BaseModel):

@@ -10,11 +10,19 @@ from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 from lopa_ascend.config import ParameterError
 from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.link.generation import AskedChoice
-from lopa_ascend.serve.openai.answer import AnyChoice, AnyCompletion, CompletionWriter, Details, Form
+from lopa_ascend.serve.openai.answer import (
+    SCORED,
+    AnyChoice,
+    AnyCompletion,
+    CompletionWriter,
+    Details,
+    Form,
+    ScoredText,
+)
 from lopa_ascend.serve.openai.fields import HARMLESS
 from lopa_ascend.serve.openai.logprobs import TokenProb
 from lopa_ascend.serve.openai.request import LOGPROB, GenerationRequest, Planner
-from lopa_ascend.serve.openai.structured import ResponseFormat, asked_form, response_form
+from lopa_ascend.serve.openai.structured import ResponseFormat, asked_form, response_form, texts_of
 from lopa_ascend.serve.openai.tools import NO_TOOLS
 
 MAX_CHOICES = 1024
@@ -107,7 +115,8 @@ class CompletionRequest(GenerationRequest):
                 for prompt in self.prompt
             ]
         with_ids = bool(self.return_token_ids) or tokenizer is None
-        details = Details.of(self, with_ids=with_ids, logprobs=self.logprobs, echoed=echoed)
+        texts = texts_of(self, with_logprobs=self.logprobs is not None)
+        details = Details.of(self, with_ids=with_ids, logprobs=self.logprobs, echoed=echoed, texts=texts)
         return self.writer_type(COMPLETION, model, choices, details, tokenizer)
 
 
@@ -126,6 +135,7 @@ class CompletionLogprobs(BaseModel):
         description="By position the most probable tokens, and the token itself."
     )
     text_offset: list[int] = Field(description="Where the token begins in the choice's text, in characters.")
+    choices: list[ScoredText] | None = Field(None, description=SCORED)
 
 
 class CompletionChoice(AnyChoice):

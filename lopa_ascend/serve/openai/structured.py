@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,6 +84,14 @@ def asked_form(request: Body, format_: Form | None, tools: Tools) -> Form | None
         message = "cannot be combined with tools: the answer may be a call, or JSON, so send a schema or no tools"
         raise ParameterError(form.field, message)
     return form
+
+
+def texts_of(request: Body, *, with_logprobs: bool) -> Sequence[str]:
+    """The texts that a valid request lets its answer choose from, if it asks for log probabilities."""
+    given = getattr(request, "guided_choice", None) or (getattr(request, "structured_outputs", None) or {}).get(
+        "choice"
+    )
+    return given or () if with_logprobs else ()
 
 
 def placed(error: ParameterError, field: str) -> ParameterError:

@@ -160,12 +160,8 @@ class Tools:
 
     def callable(self) -> dict[str, tuple[str, Json]]:
         """By name of each function that may be called: the field that has its parameters, and their JSON Schema."""
-        nothing: Json = {"properties": {}, "additionalProperties": False}
         return {
-            function.name: (
-                f"tools[{index}].{self.place}parameters",
-                {"type": "object", **(nothing if function.parameters is None else function.parameters)},
-            )
+            function.name: (f"tools[{index}].{self.place}parameters", _arguments(function.parameters))
             for index, function in enumerate(self.functions)
             if not self.named or function.name == self.choice
         }
@@ -181,6 +177,23 @@ class Tools:
 
 
 NO_TOOLS = Tools()
+
+
+def _arguments(schema: Json | None) -> Json:
+    """The schema of a call's arguments. A function takes no others than those that its schema names, unless the schema
+    says otherwise."""
+    if schema is None:
+        schema = {}
+    is_whole = not schema.keys() & {
+        "additionalProperties",
+        "patternProperties",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "$ref",
+        "if",
+    }
+    return {"type": "object", **schema, **({"additionalProperties": False} if is_whole else {})}
 
 
 def chat_tools(
