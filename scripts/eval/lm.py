@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -197,11 +197,11 @@ class LopaLM(TemplateLM):
         targets: dict[tuple[int, ...], list[list[int]]] = {}
         for _, context, target in requests:
             targets.setdefault(tuple(context), []).append(target)
-        found = {}
-        for context, choices in targets.items():
+        scores: dict[tuple[int, ...], Iterator[tuple[float, ...]]] = {}
+        for question, choices in targets.items():
             room = self.llm.engine.limits.max_model_len - max(map(len, choices))
-            found[context] = iter(self.llm.score(context[-max(1, room) :], choices, self.params))
-        return [(sum(next(found[tuple(context)])), False) for _, context, _ in requests]
+            scores[question] = iter(self.llm.score(question[-max(1, room) :], choices, self.params))
+        return [(sum(next(scores[tuple(context)])), False) for _, context, _ in requests]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts, in windows of the longest context, each scored after the one before it."""

@@ -86,7 +86,7 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 1}, "logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"top_logprobs": 1}, "top_logprobs"),
-    ({"tools": [{}]}, "tools"),
+    ({"tools": [{}]}, "tools[0].type"),
     ({"echo": True}, "echo"),
     ({"prompt": "x"}, "prompt"),
 ]
@@ -102,7 +102,8 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ([], "messages"),
     ("hi", "messages"),
     ([{"content": "x"}], "messages[0].role"),
-    ([{"role": "tool", "content": "x"}], "messages[0].role"),
+    ([{"role": "function", "content": "x"}], "messages[0].role"),
+    ([{"role": "tool", "content": "x"}], "messages"),
     ([{"role": "user"}], "messages[0].content"),
     ([{"role": "user", "content": None}], "messages[0].content"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0].type"),

@@ -22,7 +22,7 @@ from lopa_ascend.serve.openai.tools import NO_TOOLS, Calls, Tools
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
-SCORED = "With structured_outputs.choice: how probable each of its texts is, in a stream in a chunk of its own."
+SCORED = "With structured_outputs.choice: how probable each of its texts is. A stream has it in one chunk."
 EVENTS = "With stream: true. Each event holds one chunk as JSON; the last event is [DONE]."
 
 # ---- as /openapi.json documents them ---------------------------------------------------------------------------------
@@ -65,8 +65,8 @@ class ScoredText(BaseModel):
 
     text: str
     logprob: float = Field(
-        description="Sum of the log probabilities of its tokens in one forward pass, in which all are masked: exact for "
-        "one token."
+        description="Sum of the log probabilities of its tokens in one forward pass, in which all are masked: exact "
+        "for one token."
     )
     num_tokens: int
     share: float = Field(description="Its part of the sum of all texts' probabilities.")

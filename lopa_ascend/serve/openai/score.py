@@ -37,8 +37,8 @@ class ScoreRequest(AnsweredRequest):
         description="In place of text_1: a conversation, of which the chat template makes the prompt.",
     )
     text_2: Texts = Field(
-        description="The texts to score, each with the space before it if it begins with one. A request with one prompt "
-        "makes one forward pass, with as many masks after the prompt as the longest text has tokens."
+        description="The texts to score, each with the space that it begins with, if any. One prompt is one forward "
+        "pass, with as many masks after the prompt as the longest text has tokens."
     )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -94,14 +95,19 @@ def texts_of(request: Body, *, with_logprobs: bool) -> Sequence[str]:
     return given or () if with_logprobs else ()
 
 
+_PLACE = re.compile(r"(?:json|json_object|regex|choice|grammar)(\[\d+\])?(?: at #(\S*))?: ")
+
+
 def placed(error: ParameterError, field: str) -> ParameterError:
     """A refusal of the parameter structured_outputs, with the place in the request in front: the field, and in it the
     path that the message has as a JSON pointer."""
-    kind_and_place, _, problem = str(error).removeprefix(f"{error.param}: ").partition(": ")
-    _, _, pointer = kind_and_place.partition(" at #/")
-    names = [name.replace("~1", "/").replace("~0", "~") for name in pointer.split("/") if name]
+    problem = str(error).removeprefix(f"{error.param}: ")
+    found = _PLACE.match(problem)
+    if found is None:
+        return type(error)(field, problem)
+    names = [name.replace("~1", "/").replace("~0", "~") for name in (found[2] or "").split("/") if name]
     path = "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in names)
-    return type(error)(f"{field}{path}", problem)
+    return type(error)(f"{field}{found[1] or ''}{path}", problem[found.end() :])
 
 
 def calling_form(tools: Tools, answer: Form | None) -> Form:
