@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from tests.e2e.conftest import ServerProcess, running
-from tests.tool_template import TEMPLATE
+from tests.tool_template import FILE
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -28,10 +28,8 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
-def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    template = tmp_path_factory.mktemp("template") / "tools.jinja"
-    template.write_text(TEMPLATE)
-    with running("--model", str(model_dir), "--chat-template", str(template), "--max-body-size", "2MiB") as process:
+def server(model_dir: Path) -> Iterator[ServerProcess]:
+    with running("--model", str(model_dir), "--chat-template", str(FILE), "--max-body-size", "2MiB") as process:
         yield process
 
 

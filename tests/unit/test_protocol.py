@@ -348,7 +348,7 @@ def test_huge_values_are_refused_at_once_and_shown_in_short(fields: dict[str, An
     [(b"[", b"]", "nested too deeply"), (b'{"a":', b"}", "nested too deeply"), (b"[", b"", "nested too deeply")],
 )
 def test_deep_nesting_is_refused(opening: bytes, closing: bytes, words: str):
-    for depth, message in ((17, "nested more than 16 levels|not valid JSON"), (100_000, words)):
+    for depth, message in ((41, "nested more than 40 levels|not valid JSON"), (100_000, words)):
         with pytest.raises(ApiError, match=message) as refused:
             parse_completion(b'{"prompt": "x", "metadata": ' + opening * depth + b"1" + closing * depth + b"}")
         assert refused.value.code == "invalid_json"

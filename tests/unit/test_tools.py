@@ -21,6 +21,7 @@ from lopa_ascend.serve.openai.request import GenerationRequest, Planner
 from lopa_ascend.serve.openai.responses import ResponseRequest
 from lopa_ascend.serve.openai.score import ScoreRequest
 from lopa_ascend.text.prompt import Prompts
+from lopa_ascend.text.schemas import closed
 from lopa_ascend.types import GenerationOutput, Progress, Update
 from tests.tiny import tiny_tokenizer
 from tests.tool_template import TEMPLATE
@@ -388,3 +389,32 @@ def test_pairs_are_scored_one_by_one_and_texts_of_a_prompt_together() -> None:
     assert [len(choice.continuations) for choice in (*together, *pairs)] == [2, 1, 1]
     assert isinstance(together[0], AskedChoice)
     assert together[0].params.max_new_tokens == max(map(len, together[0].continuations))
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SHUT = {**OBJECT, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (OBJECT, SHUT),
+        ({"items": OBJECT, "$defs": {"properties": OBJECT}}, {"items": SHUT, "$defs": {"properties": SHUT}}),
+        ({"anyOf": [OBJECT, {"type": "null"}]}, {"anyOf": [SHUT, {"type": "null"}]}),
+        *[
+            (schema, schema)
+            for schema in (
+                {**OBJECT, "additionalProperties": True},
+                {**OBJECT, "patternProperties": {"^x": {}}},
+                {"allOf": [OBJECT, {**OBJECT, "anyOf": [{"required": ["b"]}]}]},
+                {"allOf": [OBJECT, {"properties": {"b": {}}}]},
+                {"if": OBJECT, "then": {"properties": {"b": {}}}},
+                {"enum": [OBJECT], "default": OBJECT},
+                {"type": "object"},
+                {},
+            )
+        ],
+    ],
+)
+def test_objects_have_no_properties_that_their_schema_does_not_name(schema: Any, expected: Any) -> None:
+    assert closed(schema) == expected

@@ -12,6 +12,7 @@ from pydantic import Field
 from lopa_ascend.config import ParameterError
 from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body
 from lopa_ascend.serve.openai.tools import Tools
+from lopa_ascend.text.schemas import closed
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """Fields that vLLM had before structured_outputs, and the form in it that each stands for."""
@@ -130,7 +131,7 @@ def response_form(asked: ResponseFormat | None) -> Form | None:
         problem = "is missing" if asked.json_schema is None else f"does not go with the type {asked.type!r}"
         raise ParameterError("response_format.json_schema", problem)
     if asked.json_schema is not None:
-        return Form("response_format.json_schema.schema", "json", asked.json_schema.schema_)
+        return Form("response_format.json_schema.schema", "json", closed(asked.json_schema.schema_))
     return Form("response_format", "json_object", True) if asked.type == "json_object" else None
 
 
@@ -142,5 +143,5 @@ def text_form(asked: TextFormat | None) -> Form | None:
         problem = "is missing" if asked.schema_ is None else f"does not go with the type {asked.type!r}"
         raise ParameterError("text.format.schema", problem)
     if asked.schema_ is not None:
-        return Form("text.format.schema", "json", asked.schema_)
+        return Form("text.format.schema", "json", closed(asked.schema_))
     return Form("text.format", "json_object", True) if asked.type == "json_object" else None

@@ -19,7 +19,7 @@ from lopa_ascend.config.files import shown
 from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body, unsupported
 from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.openai.fields import CALL, CALL_ITEM, CALLED, INSTEAD, ignoring
-from lopa_ascend.text.schemas import parts
+from lopa_ascend.text.schemas import closed, parts
 from lopa_ascend.text.tool_calls import ToolCallReader, call_grammar
 from lopa_ascend.types import GenerationOutput
 
@@ -180,20 +180,9 @@ NO_TOOLS = Tools()
 
 
 def _arguments(schema: Json | None) -> Json:
-    """The schema of a call's arguments. A function takes no others than those that its schema names, unless the schema
-    says otherwise."""
-    if schema is None:
-        schema = {}
-    is_whole = not schema.keys() & {
-        "additionalProperties",
-        "patternProperties",
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "$ref",
-        "if",
-    }
-    return {"type": "object", **schema, **({"additionalProperties": False} if is_whole else {})}
+    """The schema of a call's arguments."""
+    arguments: Json = closed({"type": "object", "properties": {}, **(schema or {})})
+    return arguments
 
 
 def chat_tools(
