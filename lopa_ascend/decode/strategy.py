@@ -262,24 +262,24 @@ class Strategy(ABC):
     def _changes(
         self, after: Branch, own_fills: Sequence[Fill], fills: Sequence[Fill]
     ) -> tuple[Sequence[Fill], list[Fill], list[int]]:
-        """What a pass has done to the anchor beside the winner's own tokens: the fills that stay, what was forced, and
-        what was masked again; see ``StepRecord``."""
+        """What a pass has done beside the winner's own tokens: the fills that stay, what was forced, and what was
+        masked again; see ``StepRecord``."""
         if self.constraint is None:
             return fills, [], []
         first, tokens = after.first, after.tokens
         stay = [fill for fill in fills if tokens[fill.position - first] == fill.token]
         # The winner may have opened another number of blocks than the anchor; these hold masks alone.
         known = [*self.anchor.tokens, *[self.mask] * len(tokens)][: len(tokens)]
-        for fill in (*own_fills, *stay):
+        for fill in own_fills:
             known[fill.position - first] = fill.token
+        filled = {fill.position for fill in stay}
         forced, remasked = [], []
-        for index, (old, new) in enumerate(zip(known, tokens, strict=True)):
-            if old == new:
-                continue
-            if new == self.mask:
-                remasked.append(first + index)
-            else:
-                forced.append(Fill(first + index, new, 1.0, 1.0))
+        for position, (old, new) in enumerate(zip(known, tokens, strict=True), first):
+            is_filled = position in filled
+            if old != self.mask and (old != new or is_filled):
+                remasked.append(position)
+            if new not in (self.mask, old) and not is_filled:
+                forced.append(Fill(position, new, 1.0, 1.0))
         return stay, forced, remasked
 
     def extend(self, branch: Branch) -> Branch:

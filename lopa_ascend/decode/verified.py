@@ -33,14 +33,16 @@ class DraftingLopa(Lopa):
 
     def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
         """With ``lookahead_depth`` above 1, one branch for each set of ``draft_ranks``, and the anchor after them.
-        Positions of fully activated blocks have the first ranks: in these blocks D2F fills something in every pass."""
-        if self.params.lookahead_depth == 1:
+        Positions of fully activated blocks have the first ranks: in these blocks D2F fills something in every pass;
+        under a grammar the first masked position, which it fills in every pass."""
+        if self.params.lookahead_depth == 1 and self.constraint is None:
             return super().spawn(anchor, open_positions)
+        first = None if self.constraint is None else self._first_mask(anchor)
         activated = [range(block.start, block.end) for block in self.open(anchor).blocks if block.activated]
 
-        def place_in_ranking(fill: Fill) -> tuple[bool, float, int]:
+        def place_in_ranking(fill: Fill) -> tuple[bool, bool, float, int]:
             is_in_activated = any(fill.position in block for block in activated)
-            return not is_in_activated, -fill.confidence, fill.position
+            return fill.position != first, not is_in_activated, -fill.confidence, fill.position
 
         ranked = sorted(open_positions, key=place_in_ranking)
         shapes = draft_ranks(min(len(ranked), self.num_wanted), self.params.lookahead_depth, self.num_wanted)

@@ -68,6 +68,10 @@ class DiffusionStep(BaseModel):
     fills: list[FilledPosition] = Field(
         description="All positions that the pass filled; the winner's own tokens are first."
     )
+    remasked: list[int] = Field(
+        description="With structured_outputs: positions of earlier fills that did not fit. They are masked again "
+        "before these fills."
+    )
     committed: int = Field(description="Positions from 0 on that no later pass computes.")
     winner: int = Field(description="Index of the winner in branches, which is its rank.")
     branches: list[BranchState] = Field(description="By rank.")
@@ -117,7 +121,10 @@ class StepWriter(CompletionWriter):
 
     def _step(self, record: StepRecord) -> Json:
         winner = record.branches[record.winner]
-        fills = [*winner.own_fills, *record.fills]
+        own = [fill for fill in winner.own_fills if fill.position not in record.remasked]
+        fills = [*own, *record.fills, *record.forced]
+        remasked = [position - self.prompt_tokens for position in record.remasked]
+        self._sent.difference_update(remasked)
         self._sent.update(fill.position - self.prompt_tokens for fill in fills)
         *lookaheads, anchor = record.branches
         return {
@@ -126,6 +133,7 @@ class StepWriter(CompletionWriter):
             "index": record.index,
             "canvas_length": winner.end - self.prompt_tokens,
             "fills": [self._fill(fill) for fill in fills],
+            "remasked": remasked,
             "committed": max(0, record.cache_length + record.committed - self.prompt_tokens),
             "winner": winner_rank(record),
             "branches": [self._branch(rank, branch) for rank, branch in enumerate((anchor, *lookaheads))],

@@ -115,8 +115,10 @@ class Grammars:
             check_schema(json.loads(grammar.text))
         compiled = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=LIMITS)
         if compiled.is_error():
-            place = place_of(json.loads(grammar.text), self._is_wrong) if grammar.kind == "json" else ""
-            raise ParameterError(_NAME, f"{grammar.kind}{place}: {_reason(compiled.get_error())}")
+            reason, place = _reason(compiled.get_error()), ""
+            if grammar.kind == "json" and "too " not in reason:  # what is too large as a whole has no place
+                place = place_of(json.loads(grammar.text), self._is_wrong)
+            raise ParameterError(_NAME, f"{grammar.kind}{place}: {reason}")
         first = compiled.deep_copy()
         if len(first.compute_ff_tokens()) > MAX_FORCED:
             raise ParameterError(_NAME, f"{grammar.kind}: every text that keeps to it is too long, or has no end")

@@ -132,11 +132,10 @@ class StepRecord:
     head_rows: int
     """Rows of logits that this rank computed for the request."""
     forced: tuple[Fill, ...] = ()
-    """Under a grammar: what was filled without a prediction after that, because nothing else fits. It may be in place
-    of a token that the position had."""
+    """Under a grammar: what was filled after that without a prediction, because nothing else fits."""
     remasked: tuple[int, ...] = ()
-    """Under a grammar: positions that were filled before the pass, or are among the winner's own, and are masked again
-    because they do not fit."""
+    """Under a grammar: positions that were filled before the pass, or are among the winner's own, and whose tokens do
+    not fit. They were masked again, and are masked still or among ``fills`` and ``forced``."""
 
     def canvas_positions(self, prompt_length: int) -> int:
         """Positions of the answer that all branches have in this pass. Each branch counts as many as the winner has.

@@ -308,6 +308,7 @@ class CompletionWriter(Writer):
     def _token_probs(self) -> TokenProbs:
         params = self.choices[0].params
         is_truncated = params.top_p is not None or params.top_k is not None or params.min_p > 0
+        is_truncated |= params.structured_outputs is not None
         return TokenProbs(self.tokenizer, is_truncated=is_truncated)
 
     def _logprobs(self, tokens: Sequence[TokenProb], scores: Sequence[GenerationOutput] = ()) -> Json | None:

@@ -1,8 +1,8 @@
 """Log probabilities of tokens.
 
 The log probability of a token, and the list of the most probable tokens, are those of the forward pass which filled its
-position. Where top_k, top_p or min_p limit the choice, the first is that of the distribution from which the token was
-drawn, and the list is that of the whole distribution.
+position. Where top_k, top_p, min_p or a grammar limit the choice, the first is that of the distribution from which the
+token was drawn, and the list is that of the whole distribution.
 """
 
 from __future__ import annotations
