@@ -58,7 +58,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"100000": 1}}, "logit_bias"),
     ({"stop_token_ids": [100000]}, "stop_token_ids"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"guided_regex": "("}, "guided_regex"),
     ({"suffix": "x"}, "suffix"),
 ]
 BAD_BODIES = [

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from tests.e2e.conftest import ServerProcess, running
@@ -40,7 +40,7 @@ def test_forced_calls_keep_to_the_schema_and_are_sent_back(server: ServerProcess
     answer = chat.create(messages=HELLO, max_tokens=200, **asked).choices[0]
     assert answer.finish_reason == "tool_calls"
     assert answer.message.content is None
-    (call,) = answer.message.tool_calls or ()
+    (call,) = answer.message.tool_calls or []
     assert call.type == "function"
     arguments = json.loads(call.function.arguments)
     jsonschema.validate(arguments, SCHEMA if call.function.name == "measure" else {"maxProperties": 0})

@@ -36,7 +36,6 @@ from lopa_ascend.serve.openai.tools import (
     MAX_TOOLS,
     PARALLEL,
     TOOL_CHOICE,
-    CalledFunction,
     ChatTool,
     ChatToolChoice,
     Choice,
@@ -214,10 +213,15 @@ class ChatLogprobs(BaseModel):
     choices: list[ScoredText] | None = Field(None, description=SCORED)
 
 
+class NameAndArguments(BaseModel):
+    name: str
+    arguments: str = Field(description="JSON text.")
+
+
 class ChatCall(BaseModel):
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: NameAndArguments
 
 
 class ChatMessage(BaseModel):
