@@ -11,7 +11,7 @@ from tests.judges.programs.structured import HAS_TOOLS, MODEL, QUESTION, URL, Am
 
 
 def model(**fields: Any) -> Any:
-    return ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key="none", max_retries=0, **fields)  # type: ignore[arg-type]
+    return ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key="none", max_retries=0, **fields)
 
 
 def structured(fields: dict[str, Any], options: dict[str, Any]) -> Any:
