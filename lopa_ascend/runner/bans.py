@@ -35,18 +35,18 @@ def _grammar_bans(sequence: Sequence, share: Share, device: torch.device) -> Ban
     """What the grammar does not allow at the first masked position of each branch, while the device computes. A
     sequence that finds no way on fails, on every rank alike: so all look at all branches."""
     try:
-        allowed = {row: sequence.strategy.allowed(row) for row in share.plan.rows if row.masked}
+        allowed = [sequence.strategy.allowed(row) if row.masked else 0 for row in share.plan.rows]
     except GrammarError as error:
         sequence.error = str(error)
         return None
-    indices = {tokens: index for index, tokens in enumerate(dict.fromkeys(allowed.values()))}
+    indices = {tokens: index for index, tokens in enumerate(dict.fromkeys(allowed))}
     list_of_row = np.full(len(share.positions), -1)
     for number, row in enumerate(share.rows):
         if row.masked:
             # The hidden state of a position that several rows share is listed with the first of them. They have the
             # same tokens before it.
             is_first = (share.positions == row.masked[0]) & (share.predicted_rows == number)
-            list_of_row[is_first] = indices[allowed[row]]
+            list_of_row[is_first] = indices[allowed[share.branches[number]]]
     return Bans(
         tuple(_banned(tokens, sequence.scoring.num_token_ids).to(device) for tokens in indices), list_of_row, True
     )

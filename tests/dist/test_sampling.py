@@ -12,7 +12,7 @@ import pytest
 from lopa_ascend import LLM, DecodingParams
 from tests.categorical import SAMPLED, SAMPLED_FIELDS, assert_follows_the_distribution, write_categorical
 from tests.dist import ranks
-from tests.tiny import VOCAB_SIZE, write_dream
+from tests.tiny import VOCAB_SIZE, write_dream, write_tokenizer
 
 pytestmark = pytest.mark.multirank
 
@@ -59,3 +59,23 @@ def test_most_probable_tokens_and_bad_words_are_the_same_on_ranks(tmp_path: Path
         for found, expected in zip(output["alternatives"], alone.alternatives, strict=True):
             assert [token for token, _ in found] == [token for token, _ in expected]
             assert [prob for _, prob in found] == pytest.approx([prob for _, prob in expected], abs=1e-5)
+
+
+def test_grammars_hold_on_ranks(tmp_path: Path) -> None:
+    """Every rank follows the grammar by itself, and a shard of the vocabulary may have no token that fits."""
+    model = write_dream(tmp_path / "model", eos_token_id=VOCAB_SIZE - 4)
+    write_tokenizer(model)
+    forms = [{"regex": "[0-9]{2,6}"}, {"json": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 3}}]
+    requests = [
+        {"prompt": [1, 2, 3, 4], "params": {"max_new_tokens": 48, "structured_outputs": form, **more}}
+        for form in forms
+        for more in ({}, {"temperature": 1.0, "seed": 3}, {"confidence": "neg_entropy"}, {"confidence": "margin"})
+    ]
+    with LLM(model) as llm:
+        alone = [llm.generate(r["prompt"], DecodingParams(**r["params"]), quiet=True)[0] for r in requests]
+    jobs = [
+        {"model": str(model), "options": {name: 2}, "requests": requests}
+        for name in ("tensor_parallel_size", "branch_parallel_size")
+    ]
+    for outputs in ranks.generate(2, jobs, tmp_path):
+        assert [output["tokens"] for output in outputs] == [list(output.token_ids) for output in alone]

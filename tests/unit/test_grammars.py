@@ -55,7 +55,7 @@ def test_unsupported_keywords_are_named_with_their_place(keyword: str):
 @pytest.mark.parametrize(
     ("form", "part"),
     [
-        ({"json": {"enum": [n for n in range(10_000)]}}, "10000 values in enum at #"),
+        ({"json": {"enum": list(range(10_000))}}, "10000 values in enum at #"),
         ({"json": {"description": "x" * 2**20}}, "at most 131072 characters"),
         ({"json": json.dumps({"description": "x" * 2**20})}, "at most 131072 characters"),
         ({"json": "{"}, "json: is no JSON"),

@@ -1,0 +1,138 @@
+"""Models under grammars: every answer that ends keeps to its own, and neighbours without one keep their tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from lopa_ascend import LLM, DecodingParams, ParameterError
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.engine.engine import Engine
+from lopa_ascend.text.tokenizer import Tokenizer
+from lopa_ascend.text.tokenizer_files import load_tokenizer
+from tests.e2e.batching import decisions, run
+from tests.grammar_samples import check, forms
+from tests.tiers import slow_but
+from tests.tiny import VOCAB_SIZE, write_dream, write_tokenizer
+
+FORMS = forms(num_schemas=300, num_regexes=100)
+PARTS = 100
+CASES: dict[str, list[dict[str, Any]]] = {
+    "demo": [{"decoding": "d2f"}, {"num_branches": 7}, {"branch_acceptance": "exact"}],
+    "dream": [{"num_branches": 7}, {"base": "fast_dllm"}, {"decoding": "d2f", "window_attention": "full"}],
+    "sdar": [
+        {"decoding": "d2f", "tau_add": 1.0, "tau_conf": 0.85, "block_size": 4},
+        {"num_branches": 3, "block_size": 4},
+    ],
+    "fast_dllm_v2": [{"decoding": "fast_dllm_v2"}, {"base": "fast_dllm_v2", "temperature": 1.0, "seed": 1}],
+}
+"""By model: decodings."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    end = VOCAB_SIZE - 4
+    sdar = {"model_type": "sdar", "block_size": 4, "head_dim": 8, "bias": False}
+    found = {
+        "demo": Path(DEMO_MODEL),
+        "dream": write_dream(folder / "dream", eos_token_id=end),
+        "sdar": write_dream(folder / "sdar", eos_token_id=end, **sdar),  # type: ignore[arg-type]
+        "fast_dllm_v2": write_dream(folder / "v2", eos_token_id=end, model_type="Fast_dLLM_Qwen", bd_size=32),
+    }
+    tensors = load_file(found["sdar"] / "model.safetensors")
+    for layer in range(2):
+        for name in ("q_norm", "k_norm"):
+            key = f"model.layers.{layer}.self_attn.{name}.weight"
+            tensors[key] = tensors["model.norm.weight"][:8].clone()
+    save_file(tensors, found["sdar"] / "model.safetensors")
+    for name in ("dream", "sdar", "fast_dllm_v2"):
+        write_tokenizer(found[name])
+    return found
+
+
+@cache
+def engine(model: Path) -> Engine:
+    return Engine(
+        EngineConfig(model=str(model), graph_mode="eager", kv_cache_memory=2**26, enable_prefix_caching=False)
+    )
+
+
+@cache
+def tokenizer(model: Path) -> Tokenizer:
+    found = load_tokenizer(model, 2**18)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("part", slow_but(range(PARTS), [0]))
+def test_answers_keep_to_the_grammar(models: dict[str, Path], name: str, part: int):
+    model, cut = models[name], 0
+    prompt = tokenizer(model).encode("what is 3 and 4?")
+    for options in CASES[name]:
+        asked = [
+            (prompt, DecodingParams(**{"max_new_tokens": 512, "block_size": 32, **options}, structured_outputs=form))  # type: ignore[arg-type]
+            for form in FORMS[part::PARTS]
+        ]
+        for form, output in zip(FORMS[part::PARTS], run(engine(model), asked), strict=True):
+            if output.finish_reason == "stop":
+                check(form, tokenizer(model).decode(output.token_ids))
+            else:
+                cut += 1
+    assert cut <= 0.02 * len(CASES[name]) * len(FORMS[part::PARTS])
+
+
+@pytest.mark.parametrize("name", ["dream", "sdar"])
+def test_neighbours_without_a_grammar_keep_their_tokens(models: dict[str, Path], name: str):
+    prompt = tokenizer(models[name]).encode("the answer and")
+    options = {"max_new_tokens": 40, "block_size": 4 if name == "sdar" else 8, "num_branches": 3}
+    free = (prompt, DecodingParams(**options))  # type: ignore[arg-type]
+    bound = (prompt, DecodingParams(**options, structured_outputs={"regex": "[a-z]{20,30}"}))  # type: ignore[arg-type]
+    [alone] = run(engine(models[name]), [free])
+    together = run(engine(models[name]), [bound, free, bound])
+    assert decisions(together[1]) == decisions(alone)
+    [bound_alone] = run(engine(models[name]), [bound])
+    assert decisions(together[0]) == decisions(bound_alone) == decisions(together[2])
+
+
+def test_exact_is_the_constrained_d2f(models: dict[str, Path]):
+    model = models["demo"]
+    prompt = tokenizer(model).encode("Tom has 3 apples.")
+    for form in FORMS[:12]:
+        plain, exact = (
+            DecodingParams(max_new_tokens=128, structured_outputs=form, **options)  # type: ignore[arg-type]
+            for options in (
+                {"decoding": "d2f"},
+                {"branch_acceptance": "exact", "num_branches": 3, "lookahead_depth": 2},
+            )
+        )
+        alone, branches = run(engine(model), [(prompt, plain), (prompt, exact)])
+        assert branches.token_ids == alone.token_ids
+        assert branches.num_forwards <= alone.num_forwards
+
+
+def test_the_python_api_takes_and_refuses_grammars(models: dict[str, Path]):
+    with LLM(models["dream"]) as llm:
+        params = llm.params(structured_outputs={"choice": ["yes", "no"]}, top_logprobs=2)
+        [output] = llm.generate("hello", params, quiet=True)
+        assert output.text in ("yes", "no")
+        assert output.finish_reason == "stop"
+        assert len(output.max_probs) == len(output.token_ids)
+        assert 1.0 in output.max_probs, "what is forced is certain"
+        with pytest.raises(ParameterError, match=r"structured_outputs: json at #/items: Unimplemented keys: \[.not.\]"):
+            llm.generate("hello", llm.params(structured_outputs={"json": {"items": {"not": {}}}}), quiet=True)
+
+
+def test_a_grammar_without_a_way_on_ends_the_request(models: dict[str, Path]):
+    """After the first letter the grammar allows a special token alone, which no text has."""
+    with LLM(models["dream"]) as llm:
+        params = llm.params(structured_outputs={"grammar": 'start: "a" <|im_start|>'})
+        with pytest.raises(RuntimeError, match="no token fits the grammar here"):
+            llm.generate("hello", params, quiet=True)
+        assert llm.generate("hello", llm.params(max_new_tokens=8), quiet=True)[0].token_ids
