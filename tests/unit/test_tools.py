@@ -142,6 +142,8 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": ADD["par
         ({"response_format": FORMAT}, '{"a":1}', True),
         ({"response_format": FORMAT}, '{"a":"1"}', False),
         ({"response_format": {"type": "json_object"}}, '{"b":[]}', True),
+        ({"guided_json": json.dumps(ADD["parameters"])}, '{"a":1}', True),
+        ({"guided_json": json.dumps(ADD["parameters"])}, CALLED, True),
         ({"response_format": FORMAT, "tool_choice": "required"}, '{"a":1}', False),
     ],
 )
@@ -222,6 +224,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": NAMED}, "tool_choice.function.name", "no function"),
     ({"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "cannot be combined with tools"),
+    ({"tools": TOOLS, "guided_json": "{"}, "guided_json", "no JSON"),
+    ({"tools": TOOLS, "structured_outputs": {"json": True}}, "structured_outputs.json", "beside tools"),
+    ({"tools": TOOLS, "guided_json": BAD_SCHEMA}, "guided_json.properties.x", "minimum"),
     ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "cannot be combined with guided_json"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.json", "structured_outputs.regex"),
     ({"structured_outputs": {"yaml": {}}}, "structured_outputs.yaml", "choose one of json"),

@@ -159,13 +159,17 @@ class Planner:
         except ParameterError as error:
             raise _renamed(error, {"prompt": field, "messages": field}) from None
         if tools.is_forced or (form is not None and tools.functions):
-            self._check_schemas(tools)
+            self._check_schemas(tools, form)
             form = calling_form(tools, form)
         return self.choices(request, [prompt], field, form=form, with_logprobs=with_logprobs)
 
-    def _check_schemas(self, tools: Tools) -> None:
-        """Refuses functions by the field of their parameters, of which the grammar of all calls knows nothing."""
-        for field, schema in tools.callable().values():
+    def _check_schemas(self, tools: Tools, answer: Form | None) -> None:
+        """Refuses functions, and an answer in their place, by the field of the schema, of which the grammar of both
+        knows nothing."""
+        schemas = dict(tools.callable().values())
+        if answer is not None and answer.kind == "json":
+            schemas[answer.field] = answer.value
+        for field, schema in schemas.items():
             try:
                 self.prompts.for_engine(DecodingParams.of(structured_outputs={"json": schema}))
             except ParameterError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -112,10 +113,17 @@ def placed(error: ParameterError, field: str) -> ParameterError:
 
 
 def calling_form(tools: Tools, answer: Form | None) -> Form:
-    """Calls, or if these are not forced JSON in their place."""
+    """Calls, or if these are not forced JSON in their place.
+
+    Args:
+        answer: JSON that has been checked.
+    """
     schema = None
     if answer is not None and not tools.is_forced:
-        schema = answer.value if answer.kind == "json" else {"type": "object"}
+        schema = {"type": "object"} if answer.kind == "json_object" else answer.value
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(schema, dict):
+            raise ParameterError(answer.field, "must be an object beside tools")
     return Form("tools", "grammar", tools.grammar(schema))
 
 
