@@ -7,21 +7,27 @@ source "$root/scripts/env.sh"
 use_env "$root" judge
 cd "$root"
 
-# The clients of other projects, in the versions that their lock files name: .venv-clients, and node_modules if there is npm.
+# Clients of other projects, in the versions that a file names: set_up ENVIRONMENT FILE.
+set_up() {
+    if ! cmp -s "$2" "$1/installed"; then
+        echo "judges: installing clients into $1 (minutes, once)" >&2
+        python -m venv --clear "$1"
+        "$1/bin/pip" install --quiet --disable-pip-version-check --requirement "$2"
+        cp "$2" "$1/installed"
+    fi
+}
+
+# .venv-clients and .venv-instructor, and node_modules if there is npm.
 set_up_clients() {
     local programs=tests/judges/programs
-    if ! cmp -s $programs/requirements.txt .venv-clients/installed; then
-        echo "judges: installing the clients into .venv-clients (minutes, once)" >&2
-        python -m venv --clear .venv-clients
-        .venv-clients/bin/pip install --quiet --disable-pip-version-check --requirement $programs/requirements.txt
-        cp $programs/requirements.txt .venv-clients/installed
-    fi
+    set_up .venv-clients $programs/requirements.txt
+    set_up .venv-instructor $programs/instructor.txt
     if command -v npm >/dev/null; then
         npm install --silent --no-package-lock --prefix $programs
     fi
 }
 
 case " $* " in
-    "  " | " -"* | *" clients "*) set_up_clients ;;
+    "  " | " -"* | *" clients "* | *" structured "*) set_up_clients ;;
 esac
 exec python -m tests.judges "$@"

@@ -30,6 +30,8 @@ class Request:
     """Updates carry a record of each forward pass."""
     properties: ModelProperties = DREAM
     """The model's."""
+    continuations: tuple[tuple[int, ...], ...] = ()
+    """See ``Generate``."""
 
     @property
     def origin(self) -> int:
@@ -82,6 +84,8 @@ class Sequence:
     """For each slot how many positions it must have room for in the next step; 0 if no row can be there."""
     last_step: int = -1
     """Index of the last step that the sequence took part in."""
+    continuation_logprobs: tuple[tuple[float, ...], ...] = ()
+    """See ``Update``."""
     num_reported: int = 0
     """Final tokens that updates have reported."""
     model_tokens: int = 0

@@ -271,6 +271,45 @@ class LLM:
         several = _conversations(conversations)
         return self._generate_all([self.tokenize_chat(messages) for messages in several], params, trace, quiet)
 
+    def score(
+        self,
+        prompt: str | Sequence[int],
+        continuations: Sequence[str | Sequence[int]],
+        params: DecodingParams | None = None,
+    ) -> list[tuple[float, ...]]:
+        """How probable each of several continuations of a prompt is, in one forward pass over masks.
+
+        Args:
+            prompt: a text or token ids.
+            continuations: texts, of which each is tokenized by itself, or lists of token ids.
+            params: whose attention and blocks the pass has; by default those that the model's directory recommends.
+
+        Returns:
+            For each continuation the log probability of each of its tokens, in nats. All places are masked, so for
+            several tokens the sum is no log probability of the text: no token is known to the others.
+
+        Raises:
+            ParameterError: a text or a token id cannot be used, or the continuations do not fit into one pass.
+            GenerationError: the model's logits are not finite, or there was no memory for the step.
+        """
+        if not continuations:
+            raise ParameterError("continuations", "must not be empty")
+        token_ids, texts = self.tokenize(prompt), tuple(tuple(self.tokenize(text)) for text in continuations)
+        params = (params or self.params()).for_continuations(max(map(len, texts)))
+        with self._lock, deferred_interrupts():
+            request_id = f"request-{next(self._ids)}"
+            self.engine.add(request_id, token_ids, params, continuations=texts)
+            updates = self._updates[request_id] = deque()
+            try:
+                while not updates:
+                    self._step()
+            finally:
+                self._end(request_id)
+        update = updates.popleft()
+        if update.error is not None:
+            raise GenerationError(update.error)
+        return list(update.continuation_logprobs)
+
     def _generate_all(
         self, prompts: list[list[int]], params: DecodingParams | None, trace: bool, quiet: bool
     ) -> list[GenerationOutput]:

@@ -151,6 +151,16 @@ class DecodingParams(ResearchParams, UsualParams):
         own = tuple((name, value) for name, value in values.items() if name not in names)
         return cls(**{name: value for name, value in values.items() if name in names}, own=own)
 
+    def for_continuations(self, longest: int) -> DecodingParams:
+        """How continuations of a prompt are scored: in one pass over ``longest`` masks, with the attention and in the
+        blocks of this decoding."""
+        return DecodingParams(
+            decoding="d2f" if self.is_pipelined else "parallel",
+            block_size=self.block_size,
+            window_attention=self.window_attention,
+            max_new_tokens=longest,
+        )
+
     def with_valid(self, **values: Any) -> DecodingParams:
         """A copy with other values, which are known to be valid and to go with the rest: nothing is checked again.
         Copies for a thousand choices would otherwise take most of a second.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -117,6 +118,24 @@ class Limits:
         self._check_pages(prompt_tokens, params)
         self._check_branches(prompt_tokens, params)
         self.check_token_ids(params)
+
+    def check_continuations(
+        self, prompt_tokens: int, params: DecodingParams, continuations: Sequence[Sequence[int]]
+    ) -> None:
+        """Refuses continuations of a prompt that cannot be scored in one pass, or token ids that do not exist.
+
+        Raises:
+            ParameterError: as ``check``; ``param`` is "continuations".
+        """
+        if prompt_tokens + params.max_new_tokens > self.max_num_batched_tokens:
+            message = (
+                f"a prompt of {prompt_tokens} tokens and a continuation of {params.max_new_tokens} exceed "
+                f"max_num_batched_tokens {self.max_num_batched_tokens}"
+            )
+            raise ParameterError("continuations", message)
+        for token in chain.from_iterable(continuations):
+            if not 0 <= token < self.vocab_size or token == self.mask_token_id:
+                raise ParameterError("continuations", f"token id {token} is the mask, or does not exist")
 
     def room(self, prompt_tokens: int, block_size: int) -> int:
         """The most tokens that can follow a prompt."""

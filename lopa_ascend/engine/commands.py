@@ -16,6 +16,9 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     params: DecodingParams
     trace: bool = False
     """Whether each of the request's updates carries a record of its step."""
+    continuations: tuple[tuple[int, ...], ...] = ()
+    """If there are any, nothing is generated: how probable is each of them after the prompt? ``max_new_tokens`` is the
+    length of the longest."""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

@@ -26,6 +26,7 @@ from lopa_ascend.core import Request, Result, Sequence, Step
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.decode.constraint import Constraint
+from lopa_ascend.decode.masked import begin_masked
 from lopa_ascend.engine.commands import Abort, Generate, StartProfile, StopProfile
 from lopa_ascend.engine.leader import Leader, Order, end_processes
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
@@ -188,7 +189,15 @@ class Engine:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def add(self, request_id: str, prompt: List[int], params: DecodingParams, *, trace: bool = False) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: List[int],
+        params: DecodingParams,
+        *,
+        trace: bool = False,
+        continuations: List[List[int]] = (),
+    ) -> None:
         """Queues a request.
 
         Args:
@@ -196,6 +205,7 @@ class Engine:
             prompt: token ids.
             params: how the request is decoded.
             trace: whether the request's updates carry a record of each forward pass.
+            continuations: see ``Generate``.
 
         Raises:
             ParameterError: the request could never run.
@@ -203,13 +213,22 @@ class Engine:
             RuntimeError: the engine has ended.
         """
         with self._call():
-            self._add(request_id, prompt, params, trace)
+            self._add(request_id, prompt, params, trace, tuple(map(tuple, continuations)))
 
-    def _add(self, request_id: str, prompt: List[int], params: DecodingParams, trace: bool) -> None:
+    def _add(
+        self,
+        request_id: str,
+        prompt: List[int],
+        params: DecodingParams,
+        trace: bool,
+        continuations: tuple[tuple[int, ...], ...],
+    ) -> None:
         self._check()
         if request_id in self.scheduler.running or request_id in self.scheduler.waiting:
             raise ValueError(f"request id {request_id!r} is in use")
         self.limits.check(len(prompt), params)
+        if continuations:
+            self.limits.check_continuations(len(prompt), params, continuations)
         if params.structured_outputs is not None:
             if self._grammars is None:
                 raise ParameterError("structured_outputs", f"needs a tokenizer, and {self.model_name} has none")
@@ -219,9 +238,9 @@ class Engine:
         if params.is_random and params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
         properties = self.runner.model.properties
-        self.scheduler.add(Request(request_id, tuple(prompt), params, trace, properties))
+        self.scheduler.add(Request(request_id, tuple(prompt), params, trace, properties, continuations))
         if self._leader is not None:
-            self._leader.outbox.append(Generate(request_id, list(prompt), params, trace))
+            self._leader.outbox.append(Generate(request_id, list(prompt), params, trace, continuations))
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now and frees its pages; it gets no further update. False if there is no such request."""
@@ -444,6 +463,7 @@ class Engine:
             record=record if sequence.request.trace else None,
             alternatives=_alternatives(sequence, new),
             canvas_positions=sequence.canvas_positions,
+            continuation_logprobs=sequence.continuation_logprobs,
         )
 
 
@@ -492,9 +512,8 @@ def start_sequence(
         ends = (*eos, *request.params.stop_token_ids)
         matcher = grammars.matcher(request.params.structured_outputs)
         constraint = Constraint(matcher, [token for token in ends if token < num_token_ids])
-    strategy = begin(
-        request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached, properties, constraint
-    )
+    start = (request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached, properties)
+    strategy = begin_masked(*start) if request.continuations else begin(*start, constraint)
     sequence = Sequence(
         request=request,
         strategy=strategy,

@@ -44,7 +44,13 @@ def follow(engine: Engine) -> None:
 def _obey(engine: Engine, command: Command) -> None:
     match command:
         case Generate():
-            engine.add(command.request_id, command.prompt_token_ids, command.params, trace=command.trace)
+            engine.add(
+                command.request_id,
+                command.prompt_token_ids,
+                command.params,
+                trace=command.trace,
+                continuations=command.continuations,
+            )
         case Abort():
             engine.abort(command.request_id)
         case StartProfile():

@@ -119,6 +119,8 @@ class GraphExecutor:
         """Decides whether graphs can decode a sequence."""
         num_ends = len(sequence.strategy.ends)
         sequence.eager_reason = unsupported(sequence.request.params, num_ends, self.graphs.shape, self.graphs.params)
+        if sequence.request.continuations:
+            sequence.eager_reason = "continuations"
 
     def release(self, sequence: Sequence) -> None:
         """Frees the sequence's seat. A step that is in flight may still write to it: the next sequence in the seat

@@ -22,6 +22,7 @@ from lopa_ascend.parallel.placement import NOTHING, Placement, Share
 from lopa_ascend.probe import Probe, no_probe
 from lopa_ascend.runner.alternatives import AlternativesRecorder
 from lopa_ascend.runner.bans import bans_for
+from lopa_ascend.runner.continuations import ContinuationScorer
 from lopa_ascend.runner.layout import BEFORE_WINDOW, build_batch, last_committing
 from lopa_ascend.runner.scoring import Job, Scorer
 from lopa_ascend.score.adjust import adjustment_for
@@ -45,6 +46,7 @@ class EagerExecutor:
         self.placement = Placement(bp.size, bp.rank)
         self.scorer = Scorer(model, ops)
         self._alternatives = AlternativesRecorder(model, self.placement, bp)
+        self._continuations = ContinuationScorer(model, bp)
         self.probe: Probe = no_probe
         self.num_rows = self.idle_rows = 0
 
@@ -78,6 +80,8 @@ class EagerExecutor:
             return sequence, None
         if sequence.request.params.top_logprobs:
             self._alternatives.record(sequence, share, record, job)
+        if sequence.request.continuations:
+            sequence.continuation_logprobs = self._continuations.score(sequence, share, job)
         self.commit(sequence, share, record.winner, job)
         sequence.plan = strategy.plan()
         return sequence, record

@@ -25,6 +25,7 @@ from lopa_ascend.serve.openai.completions import Completion, CompletionRequest
 from lopa_ascend.serve.openai.request import GenerationRequest
 from lopa_ascend.serve.openai.responses import ResponseObject, ResponseRequest
 from lopa_ascend.serve.profiling import StartProfileRequest, StopProfileRequest, add_profiling
+from lopa_ascend.serve.openai.score import ScoreRequest, Scores
 from lopa_ascend.serve.tokens import DetokenizeRequest, TokenizeRequest, add_tokenizer
 
 Decorator = Callable[[Callable[[Request], Awaitable[Response]]], Callable[[Request], Awaitable[Response]]]
@@ -33,6 +34,7 @@ BODIES = (
     CompletionRequest,
     ChatRequest,
     ResponseRequest,
+    ScoreRequest,
     DiffusionCompletionRequest,
     DiffusionChatRequest,
     TokenizeRequest,
@@ -98,6 +100,11 @@ def _add_generation(app: FastAPI, endpoint: Endpoint) -> None:
     async def create_response(request: Request) -> Response:
         """The next message of a conversation, in OpenAI's Responses API. Nothing is kept."""
         return await endpoint.answer(request, ResponseRequest)
+
+    @app.post("/score", response_model=Scores, responses=errors(*statuses), openapi_extra=body_of(ScoreRequest))
+    async def score(request: Request) -> Response:
+        """How probable given texts are after a prompt, in one forward pass."""
+        return await endpoint.answer(request, ScoreRequest)
 
     @diffusion_route("/v1/diffusion/completions", DiffusionCompletionRequest)
     async def diffusion_completions(request: Request) -> Response:

@@ -191,6 +191,9 @@ HARMLESS_DIFFUSION: HarmlessValues = {
 }
 """A diffusion stream is always one streamed answer, and its events carry everything that these fields ask for."""
 
+WITHOUT_TOOLS: HarmlessValues = {"tools": (), "tool_choice": ("none",), "parallel_tool_calls": (True, False)}
+"""Its events show what the model writes, calls as well, so that there is nothing to read from them."""
+
 
 class DiffusionCompletionRequest(CompletionRequest):
     """One prompt, whose answer is always streamed."""
@@ -215,6 +218,6 @@ class DiffusionCompletionRequest(CompletionRequest):
 class DiffusionChatRequest(ChatRequest):
     """One conversation, whose answer is always streamed."""
 
-    harmless = {**ChatRequest.harmless, **HARMLESS_DIFFUSION}
+    harmless = {**ChatRequest.harmless, **HARMLESS_DIFFUSION, **WITHOUT_TOOLS}
     always_streams = True
     writer_type = StepWriter

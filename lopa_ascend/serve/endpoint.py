@@ -22,7 +22,7 @@ from lopa_ascend.serve.http.encoding import STREAM_HEADERS, Writer, pieces
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.generation import AskedChoice, Generation
 from lopa_ascend.serve.metrics import Metrics, Timeline
-from lopa_ascend.serve.openai.request import GenerationRequest, Planner
+from lopa_ascend.serve.openai.request import AnsweredRequest, Planner
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 PIECE = 64 * 2**10
@@ -76,7 +76,7 @@ class Endpoint:
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
         return found
 
-    async def answer(self, request: Request, route: type[GenerationRequest]) -> Response:
+    async def answer(self, request: Request, route: type[AnsweredRequest]) -> Response:
         """The answer to a request, which generates when it is sent.
 
         Raises:
@@ -87,15 +87,15 @@ class Endpoint:
         asked, served, choices, writer = await self._intake.take(request, partial(self._plan, route))
         if self._log_texts:
             log_line(event="received", id=writer.id, body=asked.model_dump(exclude_none=True))
-        streams = route.always_streams or bool(asked.stream)
+        streams = asked.streams
         generation = served.client.submit(writer.id, choices, trace=route.always_streams, streams=streams)
         # The answer does not keep ``asked``: ignored fields can be megabytes.
         kind = StreamedAnswer if streams else WholeAnswer
         return kind(served, generation, writer, arrived)
 
     def _plan(
-        self, route: type[GenerationRequest], raw: bytes
-    ) -> tuple[GenerationRequest, ServedModel, list[AskedChoice], Writer]:
+        self, route: type[AnsweredRequest], raw: bytes
+    ) -> tuple[AnsweredRequest, ServedModel, list[AskedChoice], Writer]:
         """The request in a body, its model, its choices, and what writes its answer. Raises as ``answer`` does."""
         asked = read_body(route, raw)
         served = self.find(asked.model)

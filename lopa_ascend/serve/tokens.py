@@ -18,6 +18,7 @@ from lopa_ascend.serve.http.openapi import READING, body_of, errors
 from lopa_ascend.serve.openai.chat import Message
 from lopa_ascend.serve.openai.fields import HARMLESS_TEMPLATE, INSTEAD
 from lopa_ascend.serve.openai.request import MAX_MESSAGES
+from lopa_ascend.serve.openai.tools import MAX_TOOLS, ChatTool, chat_tools
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer import Tokenizer
 
@@ -39,6 +40,9 @@ class TokenizeRequest(Body):
         min_length=1,
         max_length=MAX_MESSAGES,
         description="A conversation: the chat template makes a prompt of it.",
+    )
+    tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Functions that the chat template shows to the model. With messages."
     )
     add_special_tokens: bool | None = Field(
         None, description="Taken, and without effect: byte-level BPE adds no special tokens to a text."
@@ -129,7 +133,8 @@ def _tokenized(prompts: Prompts, request: TokenizeRequest, max_model_len: int) -
     if request.prompt is not None:
         ids = prompts.encode_text(request.prompt)
     else:
-        ids = prompts.encode_messages([message.as_template_input() for message in request.messages or ()])
+        tools = chat_tools(request.tools, None, parallel=None).as_template_input()
+        ids = prompts.encode_messages([message.as_template_input() for message in request.messages or ()], tools)
     strings = [tokenizer.piece(token).decode(errors="replace") for token in ids] if request.return_token_strs else None
     return Tokens(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=strings)
 

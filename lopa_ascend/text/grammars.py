@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from lopa_ascend.config import ParameterError
-from lopa_ascend.text.schemas import check_schema, place_of
+from lopa_ascend.text.schemas import OPTIONS, check_schema, place_of
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import Grammar, GrammarError
 
@@ -137,8 +137,7 @@ def _source(grammar: Grammar) -> str:
         schema = grammar.text if grammar.kind == "json" else '{"type": "object"}'
         schema = {"true": "{}", "false": '{"enum": []}'}.get(schema, schema)
         # What the schema itself says under "x-guidance" must not make it mean less.
-        options = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        return LLMatcher.grammar_from_json_schema(schema, overrides=OPTIONS)
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "choice":

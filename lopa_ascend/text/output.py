@@ -79,6 +79,7 @@ class OutputStream:
             seed=update.seed,
             trace=tuple(self._records) if self._records else None,
             alternatives=alternatives,
+            continuation_logprobs=update.continuation_logprobs,
         )
         return Progress(tokens, text, probs, alternatives, output)
 

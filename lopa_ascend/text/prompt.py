@@ -10,6 +10,12 @@ from typing import Any
 from lopa_ascend.config import ContextLengthError, DecodingParams, ParameterError, context_length
 from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.tokenizer import Tokenizer
+from lopa_ascend.text.tool_calls import BEGIN
+
+NO_TOOLS = (
+    "the chat template of this model knows no tools: it must read the variable tools, and write calls as <tool_call> "
+    "with JSON. Instead, describe tools and their results in messages of the user, or force a call by tool_choice"
+)
 
 
 class Prompts:
@@ -43,6 +49,12 @@ class Prompts:
         special = tokenizer.special_ids if tokenizer is not None and split_special_tokens else ()
         self._plain = {mask_token_id, *special}
         """Tokens that no text of a message becomes."""
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template shows tools to the model, and calls in the form of ``text.tool_calls``."""
+        tokenizer = self.tokenizer
+        return tokenizer is not None and BEGIN in (tokenizer.chat_template or "") and tokenizer.template_reads("tools")
 
     @cached_property
     def _grammars(self) -> Grammars:
@@ -88,23 +100,31 @@ class Prompts:
         message = f"has {len(text)} characters; {limit}, which have {longest} characters at most"
         raise ContextLengthError(param, message)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The token ids of the prompt that the chat template makes of a conversation.
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The token ids of the prompt that the chat template makes of a conversation. For ``tools`` see
+        ``ChatTemplate.render``.
 
         Raises:
-            ParameterError: there is no template, it refuses the messages, or the prompt is one that ``encode`` refuses.
+            ParameterError: there is no template, it refuses the messages, it knows no tools although there are some, or
+                the prompt is one that ``encode`` refuses.
         """
-        return self.encode(self.encode_messages(messages))
+        return self.encode(self.encode_messages(messages, tools))
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """As ``encode_chat``, but a template may write the mask."""
         if self.tokenizer is None:
             raise ParameterError("messages", f"{self._model_name} has no tokenizer files, so no chat template")
         if self._max_model_len is not None and len(messages) > self._max_model_len:
             limit = context_length(self._max_model_len)
             raise ContextLengthError("messages", f"has {len(messages)} messages, each of a token at least; {limit}")
+        uses_tools = [message for message in messages if message["role"] == "tool" or "tool_calls" in message]
+        if (tools or uses_tools) and not self.knows_tools:
+            raise ParameterError("tools" if tools else "messages", NO_TOOLS)
         try:
-            pieces = self.tokenizer.render_apart([dict(message) for message in messages], self._plain)
+            rows = [dict(message) for message in messages]
+            pieces = self.tokenizer.render_apart(rows, self._plain, [dict(tool) for tool in tools])
             self._check_characters("messages", "".join(pieces), self.tokenizer)
             return self.tokenizer.encode(*pieces)
         except ParameterError:

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -168,19 +168,27 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]):
-        code = _ENVIRONMENT.compile(_Bounded().visit(_ENVIRONMENT.parse(source)))
+        tree = _ENVIRONMENT.parse(source)
+        self.variables = meta.find_undeclared_variables(tree)
+        """What it reads."""
+        code = _ENVIRONMENT.compile(_Bounded().visit(tree))
         self._template = Template.from_code(_ENVIRONMENT, code, _ENVIRONMENT.make_globals(None))
         self._tokens = tokens
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The text that the template makes of a conversation, up to where the assistant's answer begins.
+
+        Args:
+            messages: the conversation.
+            tools: functions that the answer may call, as OpenAI's chat completions take them.
 
         Raises:
             LimitError: it takes too long, or makes too much.
             Exception: whatever else the template raises.
         """
         _deadline.set(time.monotonic() + TEMPLATE_TIMEOUT)
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **self._tokens}
+        options = {"tools": tools or None, "documents": None, "add_generation_prompt": True}
+        given = {"messages": messages, **options, **self._tokens}
         parts, size = [], 0
         for part in self._template.generate(given):
             size += len(part)

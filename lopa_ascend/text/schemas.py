@@ -15,6 +15,9 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 """Keywords with a list of schemas, or of these "items" with one."""
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
+OPTIONS: Any = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+"""How llguidance takes every schema: JSON is compact, and what it cannot check is refused."""
+_KEYWORDS = (*_NAMED, *_LISTED, *_SINGLE)
 MAX_DEPTH = 100
 MAX_VALUES = 4096
 """Most values of "enum", as of choices."""
@@ -40,6 +43,39 @@ def parts(schema: Schema, place: str = "#") -> Iterator[tuple[str, Schema]]:
                 yield from parts(part, f"{place}/{keyword}/{index}")
         elif keyword in _SINGLE:
             yield from parts(value, f"{place}/{keyword}")
+
+
+_COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas")
+"""Keywords by which several schemas may say something of one object: with "properties" beside them each does."""
+_OPENING = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+"""Keywords that say which further properties an object has."""
+
+
+def closed(schema: Schema) -> Schema:
+    """The schema with objects that have no other properties than those it names, unless it says of any that they do, or
+    unless several schemas together say which properties one object has."""
+    for _, part in parts(schema):
+        if not isinstance(part, dict):
+            continue
+        several = part.get("allOf")
+        if "if" in part or (isinstance(several, list) and len(several) > 1):
+            return schema
+        if "properties" in part and not part.keys().isdisjoint(_COMBINING):
+            return schema
+    return _closed(schema)
+
+
+def _closed(value: Any, keyword: str = "") -> Any:
+    """A schema, or what stands under a keyword of one."""
+    if isinstance(value, list):
+        return [_closed(item) for item in value] if keyword in _LISTED else value
+    if not isinstance(value, dict):
+        return value
+    if keyword in _NAMED:
+        return {name: _closed(part) for name, part in value.items()}
+    inner = {name: _closed(part, name) if name in _KEYWORDS else part for name, part in value.items()}
+    is_open = "properties" not in value or not value.keys().isdisjoint(_OPENING)
+    return inner if is_open else {**inner, "additionalProperties": False}
 
 
 def check_schema(schema: Schema) -> None:

@@ -85,7 +85,7 @@ class TextStream:
         Returns:
             Characters of the held text that may be shown.
         """
-        open_start = len(self._held) if final else _open_start(self._held, self._stop)
+        open_start = len(self._held) if final else start_of_stop(self._held, self._stop)
         if len(self._lengths) < self._min_tokens:  # no stop string counts yet
             return open_start
         min_end = self._lengths[self._min_tokens - 1] - len(self._shown) if self._min_tokens else 0
@@ -103,7 +103,7 @@ class TextStream:
         return min(start, open_start)
 
 
-def _open_start(text: str, stops: Sequence[str]) -> int:
+def start_of_stop(text: str, stops: Sequence[str]) -> int:
     """Index of the first character that may begin a stop string whose end has not come yet; the length if none does."""
     longest = max(map(len, stops), default=1) - 1
     for start in range(max(0, len(text) - longest), len(text)):

@@ -134,9 +134,13 @@ class Tokenizer:
         """
         return num_tokens * self.max_token_bytes * NFC_FACTOR
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    def template_reads(self, variable: str) -> bool:
+        """Whether the chat template uses a variable, such as "tools"."""
+        return self._template is not None and variable in self._template.variables
+
+    def render(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
         """The text that the chat template makes of messages with "role" and "content", up to where the assistant's
-        answer begins.
+        answer begins. For ``tools`` see ``ChatTemplate.render``.
 
         Raises:
             ValueError: there are no messages, there is no chat template, or the template refuses the messages, takes
@@ -147,21 +151,23 @@ class Tokenizer:
         if not messages:
             raise ValueError("there are no messages")
         try:
-            return self._template.render(messages)
+            return self._template.render(messages, tools)
         except LimitError as error:
             raise ValueError(f"the chat template {error}") from None
         except Exception as error:  # a template is a program of the checkpoint's author, which may raise anything
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 
-    def render_apart(self, messages: list[dict[str, Any]], plain: Iterable[int]) -> list[str]:
+    def render_apart(
+        self, messages: list[dict[str, Any]], plain: Iterable[int], tools: Sequence[dict[str, Any]] = ()
+    ) -> list[str]:
         """As ``render``, in pieces that ``encode`` takes: the tokens ``plain`` come from the template alone, because in
-        the messages each of their texts is cut in two."""
-        together = "\0".join(_strings(messages))
+        messages and tools each of their texts is cut in two."""
+        together = "\0".join(_strings([messages, tools]))
         used = {*together, *(self.chat_template or "")}
         cut = next(character for character in map(chr, range(0x10FFFF, 0xFFFF, -1)) if character not in used)
         named = [self._added[token] for token in plain if token in self._added]
         tokens = [token for token in named if token.normalized or token.content in together]
-        return self.render([self._with_cuts(message, tokens, cut) for message in messages]).split(cut)
+        return self.render(*(self._with_cuts(values, tokens, cut) for values in (messages, tools))).split(cut)
 
     def _with_cuts(self, value: Any, tokens: Sequence[AddedToken], cut: str) -> Any:
         """A value, in whose strings a character is put into every text of a token, after the first character."""

@@ -44,6 +44,8 @@ class Update:
     """For each of ``token_ids``, if the request asked for ``top_logprobs``."""
     canvas_positions: int = 0
     """Positions of the answer in the rows of all branches and forward passes, on all ranks."""
+    continuation_logprobs: tuple[tuple[float, ...], ...] = ()
+    """For each of the request's continuations the log probability of each of its tokens, in nats."""
 
     @classmethod
     def without_step(cls, request_id: str, finish_reason: str, error: str | None = None) -> Update:
@@ -93,6 +95,8 @@ class GenerationOutput:
     """One record for each forward pass, if a trace was asked for."""
     alternatives: tuple[Alternatives, ...] = field(default=(), repr=False)
     """For each token, if the request asked for ``top_logprobs``."""
+    continuation_logprobs: tuple[tuple[float, ...], ...] = ()
+    """For each of the request's continuations the log probability of each of its tokens, in nats."""
 
     @property
     def tokens_per_forward(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,8 @@ class LopaLM(TemplateLM):
         add_bos: a BOS token stands in front of each prompt.
         escape_until: answers are not cut at a task's stop strings, as some published scripts have it.
         batch_size: answers that are made together, and draws of a log-likelihood in one forward pass.
-        mc_num: draws of a log-likelihood.
+        mc_num: draws of a log-likelihood; 0: one pass with masks in place of all texts after a context, see
+            ``LLM.score``.
         device, max_batch_size: what lm-eval passes; the second is not used.
         llm: a model that is loaded already, in place of ``pretrained``.
         options: fields of ``EngineConfig`` and ``DecodingParams``; ``seed`` is ``SEED`` by default.
@@ -173,6 +174,8 @@ class LopaLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Estimates by Monte-Carlo masking. Whether decoding would give the text is not looked at, as published."""
         num_samples, batch_size = self._likelihood
+        if not num_samples:
+            return self._masked_likelihoods(requests)
         likelihood = MaskedLikelihood(self.llm.engine, num_samples=num_samples, batch_size=batch_size)
         results = []
         for texts, context, target in tqdm(requests, disable=disable_tqdm, desc="log-likelihoods"):
@@ -186,6 +189,19 @@ class LopaLM(TemplateLM):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, results[-1])
         return results
+
+    def _masked_likelihoods(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]]
+    ) -> list[tuple[float, bool]]:
+        """Sums of log probabilities over masks: the choices of one question share a pass."""
+        targets: dict[tuple[int, ...], list[list[int]]] = {}
+        for _, context, target in requests:
+            targets.setdefault(tuple(context), []).append(target)
+        scores: dict[tuple[int, ...], Iterator[tuple[float, ...]]] = {}
+        for question, choices in targets.items():
+            room = self.llm.engine.limits.max_model_len - max(map(len, choices))
+            scores[question] = iter(self.llm.score(question[-max(1, room) :], choices, self.params))
+        return [(sum(next(scores[tuple(context)])), False) for _, context, _ in requests]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts, in windows of the longest context, each scored after the one before it."""

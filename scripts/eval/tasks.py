@@ -77,10 +77,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--mc-num",
-        type=number_from(1),
+        type=number_from(0),
         default=128,
         metavar="N",
-        help="random maskings over which a log-likelihood is averaged (default: 128)",
+        help="random maskings over which a log-likelihood is averaged (default: 128); 0: one pass over masks",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write scores, answers and settings to")
     shown = {"seed": str(SEED), "max_num_seqs": "`batch_size`"}

@@ -1,9 +1,10 @@
 """What every rank of a test runs: `python -m tests.dist.generate JOB OUT`.
 
 JOB is a JSON file with a list of {"model", "options", "requests": [{"prompt", "params"}], "together", "eager_steps"};
-the outputs go to OUT with this process's rank, or 0, after it. Graphs are not compiled, they run as the functions that
-they are of. After every step the ranks compare what they have decided. With "eager_steps" a rank fails unless graphs
-have decoded, and left just these steps to the eager executor (see ``GraphStats``).
+requests with "continuations" are scored besides. The outputs go to OUT with this process's rank, or 0, after it. Graphs
+are not compiled, they run as the functions that they are of. After every step the ranks compare what they have decided.
+With "eager_steps" a rank fails unless graphs have decoded, and left just these steps to the eager executor (see
+``GraphStats``).
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
             assert graphs is not None
             assert graphs.num_steps > 0, graphs
             assert graphs.eager_steps == job["eager_steps"], graphs
-        return [shown(output) for output in outputs]
+        scored = [request for request in job["requests"] if "continuations" in request]
+        scores = [{"scores": llm.score(request["prompt"], request["continuations"])} for request in scored]
+        return [*map(shown, outputs), *scores]
 
 
 def decode_together(llm: LLM, requests: Sequence[tuple[list[int], DecodingParams]]) -> list[GenerationOutput]:

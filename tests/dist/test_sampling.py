@@ -42,12 +42,19 @@ def test_most_probable_tokens_and_bad_words_are_the_same_on_ranks(tmp_path: Path
         bad = [list(pair) for pair in sorted(set(pairwise(plain)))[:5]]
         fields |= {"top_logprobs": 4, "bad_words": bad}
         alone = llm.generate(prompt, DecodingParams(**fields), quiet=True)[0]
+        texts = [list(alone.token_ids[:9]), [5], [VOCAB_SIZE - 2]]
+        scores = llm.score(prompt, texts)
     assert not {tuple(word) for word in bad} & set(pairwise(alone.token_ids))
     jobs = [
-        {"model": model, "options": {name: 2}, "requests": [{"prompt": prompt, "params": fields}]}
+        {
+            "model": model,
+            "options": {name: 2},
+            "requests": [{"prompt": prompt, "params": fields, "continuations": texts}],
+        }
         for name in ("tensor_parallel_size", "branch_parallel_size")
     ]
-    for [output] in ranks.generate(2, jobs, tmp_path):
+    for output, scored in ranks.generate(2, jobs, tmp_path):
+        assert scored["scores"] == [pytest.approx(values, abs=1e-4) for values in scores]
         assert output["tokens"] == list(alone.token_ids)
         for found, expected in zip(output["alternatives"], alone.alternatives, strict=True):
             assert [token for token, _ in found] == [token for token, _ in expected]

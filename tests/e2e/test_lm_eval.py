@@ -140,6 +140,18 @@ def test_multiple_choice_is_scored_by_likelihood(lm):
     assert lm.loglikelihood_rolling([instance("One and one is two.")], disable_tqdm=True)[0] < 0
 
 
+def test_choices_of_a_question_share_one_pass_over_masks(llm: LLM):
+    from scripts.eval.lm import LopaLM
+
+    lm, context = LopaLM(llm=llm, mc_num=0), "One and one is"
+    before = llm.engine.stats().num_steps
+    asked = [instance(context, " two"), instance("One", " and"), instance(context, " 2")]
+    found = [value for value, _ in lm.loglikelihood(asked, disable_tqdm=True)]
+    assert llm.engine.stats().num_steps - before == 2
+    first, last = llm.score(context, [" two", " 2"])
+    assert (found[0], found[2]) == (sum(first), sum(last))
+
+
 def test_the_command_writes_scores_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "scores.json"
     tasks.main(["gsm8k", "--limit", "1", "--threads", "1", "--max-new-tokens", "96", "--out", str(out)])

@@ -58,7 +58,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"100000": 1}}, "logit_bias"),
     ({"stop_token_ids": [100000]}, "stop_token_ids"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"guided_regex": "("}, "guided_regex"),
     ({"suffix": "x"}, "suffix"),
 ]
 BAD_BODIES = [
@@ -86,7 +87,7 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 1}, "logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"top_logprobs": 1}, "top_logprobs"),
-    ({"tools": [{}]}, "tools"),
+    ({"tools": [{}]}, "tools[0].type"),
     ({"echo": True}, "echo"),
     ({"prompt": "x"}, "prompt"),
 ]
@@ -102,7 +103,8 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ([], "messages"),
     ("hi", "messages"),
     ([{"content": "x"}], "messages[0].role"),
-    ([{"role": "tool", "content": "x"}], "messages[0].role"),
+    ([{"role": "function", "content": "x"}], "messages[0].role"),
+    ([{"role": "tool", "content": "x"}], "messages"),
     ([{"role": "user"}], "messages[0].content"),
     ([{"role": "user", "content": None}], "messages[0].content"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0].type"),

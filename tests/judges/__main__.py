@@ -2,7 +2,7 @@
 
     python -m tests.judges                                  every judge, each on a server that it starts
     python -m tests.judges faults --hostile 500             one of them, shorter
-    python -m tests.judges schema --url http://host:8000    a running server (all but the last four judges)
+    python -m tests.judges schema --url http://host:8000    a running server (all but the last five judges)
 
   schema     schemathesis finds no fault with the server's own /openapi.json
   accuracy   lm-eval over HTTP finds the accuracy that the engine has without a server
@@ -13,6 +13,7 @@
   fuzz       random requests, odd and large, delay no other client
   kill       when the engine is killed, every client gets an error, and the server ends
   ranks      the same when a rank is killed or stopped
+  structured OpenAI's client, instructor and LangChain get answers in a form, and calls of functions
   soak       minutes of mixed load leave memory, pages and answers as they were
   replicas   on Ray Serve, no request is lost when engines, ranks, actors or nodes end
 
@@ -38,9 +39,22 @@ from lopa_ascend.config.settings import HelpFormatter
 from scripts.arguments import number_from, positive
 from tests.judges.report import Options, Report
 
-JUDGES = ("schema", "accuracy", "clients", "load", "faults", "starve", "fuzz", "kill", "ranks", "soak", "replicas")
+JUDGES = (
+    "schema",
+    "accuracy",
+    "clients",
+    "load",
+    "faults",
+    "starve",
+    "fuzz",
+    "kill",
+    "ranks",
+    "structured",
+    "soak",
+    "replicas",
+)
 """Modules of this package, each with a function ``judge(options, report)``."""
-OWN_SERVER = ("kill", "ranks", "soak", "replicas")
+OWN_SERVER = ("kill", "ranks", "structured", "soak", "replicas")
 """Judges that need the processes of a server, so they start one themselves."""
 NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {
     "examples": (number_from(1), "schema: examples for each endpoint"),

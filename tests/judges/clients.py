@@ -26,6 +26,8 @@ QUESTIONS = (
 PROGRAMS = Path(__file__).parent / "programs"
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 """Has the newest clients, which need other versions of libraries than the judges' tools; made by ci/judges.sh."""
+INSTRUCTOR = ROOT / ".venv-instructor" / "bin" / "python"
+"""Has instructor, which needs an older version of OpenAI's client."""
 NODE = PROGRAMS / "node_modules" / ".bin" / "node"
 CLIENTS: dict[str, tuple[Path, ...]] = {
     "OpenAI": (PYTHON, PROGRAMS / "openai_sdk.py"),
@@ -54,7 +56,7 @@ def judge(options: Options, report: Report) -> None:
                 print(f"  skipped {name}: npm is not installed")
                 continue
             before = _tokens(server)
-            done = _run(options, *map(str, command), server.url, server.model, json.dumps(QUESTIONS))
+            done = run_client(options, *map(str, command), server.url, server.model, json.dumps(QUESTIONS))
             if done.returncode:
                 report.check(f"{name}: the program ends", False, done.stderr[-3000:])
                 continue
@@ -105,7 +107,9 @@ def _judge_evalplus(server: Server, options: Options, report: Report) -> None:
     for way, flags in ways.items():
         root = options.out / f"evalplus-{way}"
         command = ["-m", "evalplus.codegen", "--model", server.model, "--dataset", "humaneval", "--backend", "openai"]
-        done = _run(options, sys.executable, *command, "--base_url", f"{server.url}/v1", "--root", str(root), *flags)
+        done = run_client(
+            options, sys.executable, *command, "--base_url", f"{server.url}/v1", "--root", str(root), *flags
+        )
         what = f"evalplus, {way}"
         report.check(f"{what}, finishes", done.returncode == 0, done.stderr[-3000:] if done.returncode else "yes")
         if done.returncode:
@@ -122,7 +126,7 @@ def _judge_evalplus(server: Server, options: Options, report: Report) -> None:
             report.check(f"{what}: answers that differ", min(distinct.values()) > 1, distinct)
 
 
-def _run(options: Options, *command: str) -> subprocess.CompletedProcess[str]:
+def run_client(options: Options, *command: str) -> subprocess.CompletedProcess[str]:
     """Runs a client without network, with the problems of evalplus from this project."""
     environment = offline_environment(options) | {
         "HUMANEVAL_OVERRIDE_PATH": str(TASKS),

@@ -95,7 +95,7 @@ UNSUPPORTED: dict[str, Any] = {
     "best_of": 7,
     "suffix": "end",
     "use_beam_search": True,
-    "response_format": {"type": "json_object"},
+    "response_format": {"type": "xml"},
 }
 NUMBERS = ("max_tokens", "n", "temperature", "top_k", "seed", "num_branches", "block_size", "tau_conf", "min_tokens")
 

@@ -79,7 +79,7 @@ def test_graphs_follow_the_decoding_defaults():
 
 def test_every_setting_has_one_flag():
     alone = {"alg_temp", "tail_fraction", "score_window", "creation_weight", "eos_last", "finish_at_eos"}
-    assert set(DecodingParams.names()) - {"seed", "top_logprobs"} - alone == DECODING_FLAGS.keys()
+    assert set(DecodingParams.names()) - {"seed", "top_logprobs", "structured_outputs"} - alone == DECODING_FLAGS.keys()
     settings = {f.name for f in fields(ServeConfig)} - {"engine", "decoding"}
     engine = {"lora_path" if f.name == "lora" else f.name for f in fields(EngineConfig) if f.name != "graph_params"}
     assert settings | engine | DECODING_FLAGS.keys() == FLAGS.keys()

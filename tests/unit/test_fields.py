@@ -16,6 +16,9 @@ from lopa_ascend.serve.info import AbortRequest
 from lopa_ascend.serve.openai.chat import ChatRequest
 from lopa_ascend.serve.openai.completions import CompletionRequest
 from lopa_ascend.serve.openai.fields import (
+    CALL,
+    CALL_ITEM,
+    CALLED,
     IGNORED,
     MESSAGE,
     PART,
@@ -115,12 +118,30 @@ VALUES: dict[Any, Any] = {
     int | str: 3,
     Any: {"answer": [7]},
 }
+CALLED_ADD = {"name": "add", "arguments": '{"a": 1}'}
+CALLING = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": CALLED_ADD}]},
+        {"role": "tool", "content": "2", "tool_call_id": "c"},
+    ]
+}
+RESPONSE_CALLING = {
+    "input": [
+        {"role": "user", "content": "a"},
+        {"type": "function_call", "call_id": "c", **CALLED_ADD},
+        {"type": "function_call_output", "call_id": "c", "output": "2"},
+    ]
+}
 WHERE: dict[str, list[tuple[type[Body], dict[str, Any], Path]]] = {
     REQUEST: [(model, body, ()) for model, body in BODIES[:5]],
     STREAM_OPTIONS: [(CompletionRequest, PROMPT, ("stream_options",)), (ChatRequest, CHAT, ("stream_options",))],
     MESSAGE: [(ChatRequest, CHAT, ("messages", 1)), (ResponseRequest, RESPONSE, ("input", 1))],
     PART: [(ChatRequest, CHAT, ("messages", 0, "content", 0)), (ResponseRequest, RESPONSE, ("input", 0, "content", 0))],
     REASONING_ITEM: [(ResponseRequest, RESPONSE, ("input", 2))],
+    CALL: [(ChatRequest, CALLING, ("messages", 1, "tool_calls", 0))],
+    CALLED: [(ChatRequest, CALLING, ("messages", 1, "tool_calls", 0, "function"))],
+    CALL_ITEM: [(ResponseRequest, RESPONSE_CALLING, ("input", 1)), (ResponseRequest, RESPONSE_CALLING, ("input", 2))],
 }
 
 
@@ -223,9 +244,10 @@ def test_an_answer_can_be_sent_back_as_clients_keep_it(field: str, answer: list[
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 chat: Any = partial(dict, messages=HISTORY)
 REFUSED: dict[str, tuple[type[Body], dict[str, Any], str, str]] = {
-    "tools": (ChatRequest, chat(tools=[{"type": "function"}]), "tools", "describe the tools in a message"),
-    "JSON": (ChatRequest, chat(response_format={"type": "json_schema"}), "response_format", '{"type": "text"}'),
-    "guided": (CompletionRequest, {"prompt": "x", "guided_json": {"a": 1}}, "guided_json", "say in a message"),
+    "tools": (ChatRequest, chat(tools=[{"type": "custom"}]), "tools[0].type", "describe it as a function"),
+    "functions": (ChatRequest, chat(functions=[{"name": "f"}]), "functions", "send tools"),
+    "format": (ChatRequest, chat(response_format={"type": "xml"}), "response_format.type", "'json_schema'"),
+    "pattern": (ChatRequest, chat(guided_whitespace_pattern=" "), "guided_whitespace_pattern", "send a regex"),
     "image": (
         ChatRequest,
         {"messages": [{"role": "user", "content": [IMAGE]}]},
@@ -234,15 +256,21 @@ REFUSED: dict[str, tuple[type[Body], dict[str, Any], str, str]] = {
     ),
     "calls": (
         ChatRequest,
-        {"messages": [{**ANSWER, "tool_calls": [{}]}]},
+        {"messages": [{**ANSWER, "tool_calls": [{"type": "custom"}]}]},
+        "messages[0].tool_calls[0].type",
+        "send a call as",
+    ),
+    "calls of a user": (
+        ChatRequest,
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
         "messages[0].tool_calls",
-        "into the content",
+        "belongs to the role 'assistant', and this message has 'user'",
     ),
     "result": (
         ChatRequest,
-        {"messages": [{"role": "tool", "content": "7", "tool_call_id": "c"}]},
+        {"messages": [{"role": "function", "content": "7", "name": "add"}]},
         "messages[0].role",
-        "'assistant', got 'tool'. Instead, put the result of a tool into a message",
+        "got 'function'. Instead, send the role tool",
     ),
     "reference": (
         ResponseRequest,
@@ -279,8 +307,8 @@ HUGE: dict[str, tuple[type[Body], dict[str, Any], str]] = {
         "logprobs",
     ),
     "include": (ResponseRequest, {"input": "x", "include": [1] * 400_000}, "include"),
-    "reasoning": (ResponseRequest, {"input": [{"type": "reasoning"}] * 30_000}, "at least 1 item"),
-    "type": (ResponseRequest, {"input": [{"type": ["a"] * 200_000}]}, 'must be "message"'),
+    "reasoning": (ResponseRequest, {"input": [{"type": "reasoning"}] * 30_000}, "at most 16384 items"),
+    "type": (ResponseRequest, {"input": [{"type": ["a"] * 200_000}]}, "must be 'message'"),
 }
 
 

@@ -249,7 +249,7 @@ def test_judges_that_end_a_server_are_refused_for_a_running_one(run, monkeypatch
     assert names == []
     assert run("--url", "http://127.0.0.1:9") == 0
     assert names == ["schema", "accuracy", "clients", "load", "faults", "starve", "fuzz"]
-    assert "left out, because they need the processes of a server that they start: kill, ranks, soak" in (
+    assert "left out, because they need the processes of a server that they start: kill, ranks, structured, soak" in (
         capsys.readouterr().out
     )
     names.clear()

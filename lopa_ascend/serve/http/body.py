@@ -27,8 +27,8 @@ MAX_READ_FACTOR = 8
 only after they have sent everything. Beyond that the connection is closed."""
 THREADS = 4
 """Bodies that are parsed and tokenized at the same time."""
-MAX_DEPTH = 16
-"""Most levels of nested objects and lists; requests need five."""
+MAX_DEPTH = 40
+"""Most levels of nested objects and lists. Schemas of nested objects have two for each of these, and three in front."""
 MAX_SHOWN = 100
 """Most characters of a field's name that is compared with the known ones."""
 WITHOUT_EFFECT = "Taken, and without effect."

@@ -241,7 +241,8 @@ class EngineClient:
         unfinished = self._choices[choice_id]
         choice = unfinished.generation.choices[unfinished.index]
         params = choice.params.with_valid(stop=())  # the engine knows no text
-        self._engine.send(Generate(choice_id, choice.prompt_token_ids, params, unfinished.generation.trace))
+        trace = unfinished.generation.trace
+        self._engine.send(Generate(choice_id, choice.prompt_token_ids, params, trace, choice.continuations))
 
     def release(self, generation: Generation) -> None:
         """Ends the generation if it is still running, and forgets it."""

@@ -19,6 +19,8 @@ class AskedChoice:
     prompt_token_ids: list[int]
     """The same list object in all choices of one prompt."""
     params: DecodingParams
+    continuations: tuple[tuple[int, ...], ...] = ()
+    """See ``Generate``."""
 
 
 MAX_UNREAD = 1024

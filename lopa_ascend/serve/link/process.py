@@ -70,7 +70,13 @@ def _handle(engine: Engine, message: ToEngine) -> list[Update]:
     """Does what a message asks for. Returns an update only if the engine refuses a request."""
     if isinstance(message, Generate):
         try:
-            engine.add(message.request_id, message.prompt_token_ids, message.params, trace=message.trace)
+            engine.add(
+                message.request_id,
+                message.prompt_token_ids,
+                message.params,
+                trace=message.trace,
+                continuations=message.continuations,
+            )
         except ParameterError as error:
             return [Update.without_step(message.request_id, "error", str(error))]
     else:

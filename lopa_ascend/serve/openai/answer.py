@@ -16,11 +16,13 @@ from pydantic import BaseModel, Field
 
 from lopa_ascend.serve.http.encoding import Json, Writer
 from lopa_ascend.serve.link.generation import AskedChoice
-from lopa_ascend.serve.openai.logprobs import TokenProb, TokenProbs
+from lopa_ascend.serve.openai.logprobs import TokenProb, TokenProbs, scored
 from lopa_ascend.serve.openai.request import GenerationRequest
+from lopa_ascend.serve.openai.tools import NO_TOOLS, Calls, Tools
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
+SCORED = "With structured_outputs.choice: how probable each of its texts is. A stream has it in one chunk."
 EVENTS = "With stream: true. Each event holds one chunk as JSON; the last event is [DONE]."
 
 # ---- as /openapi.json documents them ---------------------------------------------------------------------------------
@@ -50,12 +52,24 @@ class AnyChoice(BaseModel):
     """What choices of both routes have."""
 
     index: int
-    finish_reason: str | None = Field(description='"stop", "length" or "abort" (see /abort_request).')
+    finish_reason: str | None = Field(description='"stop", "length", "tool_calls" or "abort" (see /abort_request).')
     stop_reason: int | str | None = Field(
         description="The stop string, or the id of stop_token_ids, that ended the text; null at an EOS."
     )
     seed: int | None = Field(None, description="Seed of the sampling, for repeating it; null without sampling.")
     token_ids: list[int] | None = Field(None, description="With return_token_ids, or if the model has no tokenizer.")
+
+
+class ScoredText(BaseModel):
+    """One of the texts that structured_outputs.choice names."""
+
+    text: str
+    logprob: float = Field(
+        description="Sum of the log probabilities of its tokens in one forward pass, in which all are masked: exact "
+        "for one token."
+    )
+    num_tokens: int
+    share: float = Field(description="Its part of the sum of all texts' probabilities.")
 
 
 class AnyCompletion(BaseModel):
@@ -85,12 +99,16 @@ class Form(ABC):
     """The content of a choice's last chunk, which has the finish reason."""
 
     @abstractmethod
-    def message(self, text: str) -> Json:
-        """The text in a choice of a whole answer."""
+    def message(self, text: str, calls: Sequence[Json] = ()) -> Json:
+        """The text in a choice of a whole answer, and its calls of functions."""
 
     @abstractmethod
     def delta(self, text: str) -> Json:
         """The text in a choice of a chunk."""
+
+    def call_delta(self, call: Json) -> Json:
+        """A piece of a call in a choice of a chunk."""
+        raise NotImplementedError("these answers have no calls")
 
     @abstractmethod
     def logprobs(self, tokens: Sequence[TokenProb], with_top: bool) -> Json:
@@ -109,6 +127,10 @@ class Details:
     """None: no log probabilities; 0: those of the tokens; more: also lists of so many most probable tokens."""
     echoed: Sequence[str] = ()
     """Texts of the prompts, which the answers begin with; empty without echo."""
+    tools: Tools = NO_TOOLS
+    """What the answer may call."""
+    texts: Sequence[str] = ()
+    """Texts of which each answer is one, if the request asks how probable they are."""
     include_usage: bool = False
     """The stream ends with a chunk that has the usage."""
     continuous_usage: bool = False
@@ -128,7 +150,7 @@ class CompletionWriter(Writer):
     Args:
         form: completions or chat completions.
         model: name of the served model.
-        choices: the choices of the request, ``details.n`` for each prompt.
+        choices: the choices of the request, ``details.n`` for each prompt, and then what scores ``details.texts``.
         details: what the answer holds.
         tokenizer: for log probabilities; None: tokens are shown by their ids.
     """
@@ -141,20 +163,24 @@ class CompletionWriter(Writer):
         details: Details,
         tokenizer: Tokenizer | None = None,
     ):
-        self.form, self.choices, self.details, self.tokenizer = form, choices, details, tokenizer
+        self.form, self.details, self.tokenizer = form, details, tokenizer
+        self.choices = [choice for choice in choices if not choice.continuations]
+        choices = self.choices
         self.id = f"{form.id_prefix}-{uuid.uuid4().hex}"
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
         """The same in every part."""
         # Each prompt counts once, however many answers it gets.
         self.prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices[:: details.n])
         self._latest = [Progress((), "") for _ in choices]
+        self._calls = [Calls(details.tools) for _ in choices]
         self._probs = [self._token_probs() for _ in choices]
         self._num_begun = 0
         """Choices that have had their first chunk: always those with the lowest indices."""
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
         # "choices" is an iterator: choices with log probabilities are large, so each is made when it is encoded.
-        choices = (self._whole_choice(index, output) for index, output in enumerate(outputs))
+        outputs, scores = outputs[: len(self.choices)], outputs[len(self.choices) :]
+        choices = (self._whole_choice(index, output, scores) for index, output in enumerate(outputs))
         return {**self.head, "object": self.form.whole, "choices": choices, **self.totals(outputs)}
 
     def opening(self) -> list[Json]:
@@ -163,8 +189,11 @@ class CompletionWriter(Writer):
         return [self._chunk(index, self.form.delta(prefix)) for index, prefix in enumerate(prefixes) if prefix]
 
     def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
+        if index >= len(self.choices):
+            return self._scores_of_prompt(index - len(self.choices), progress)
         before, self._latest[index] = self._latest[index], progress
-        text, known = progress.text[len(before.text) :], len(before.token_ids)
+        text, calls = self._calls[index].push(progress.text, is_final=progress.output is not None)
+        known = len(before.token_ids)
         token_ids = progress.token_ids[known:]
         tokens = self._probs[index].push(token_ids, progress.max_probs[known:], progress.alternatives[known:])
         chunks = []
@@ -172,9 +201,21 @@ class CompletionWriter(Writer):
         if text or (token_ids and shows_tokens):
             delta, logprobs = self.form.delta(text), self._logprobs(tokens)
             chunks.append(self._chunk(index, delta, logprobs=logprobs, token_ids=token_ids))
+        chunks += [self._chunk(index, self.form.call_delta(call)) for call in calls]
         if progress.output is not None:
-            chunks.append(self._chunk(index, self.form.end, output=progress.output))
+            reason = self._calls[index].finish_reason(progress.output)
+            chunks.append(self._chunk(index, self.form.end, output=progress.output, finish_reason=reason))
         return [*self._openings(index), *chunks] if chunks else []
+
+    def _scores_of_prompt(self, index: int, progress: Progress) -> list[Json]:
+        """How probable ``details.texts`` are after a prompt, in a chunk for each of its choices."""
+        if progress.output is None:
+            return []
+        logprobs = self._logprobs([], [progress.output])
+        chunks = []
+        for choice in range(index * self.details.n, (index + 1) * self.details.n):
+            chunks += [*self._openings(choice), self._chunk(choice, self.form.end, logprobs=logprobs)]
+        return chunks
 
     def closing(self) -> list[Json]:
         if not self.details.include_usage:
@@ -195,10 +236,18 @@ class CompletionWriter(Writer):
         total = self.prompt_tokens + completion_tokens
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
-    def _whole_choice(self, index: int, output: GenerationOutput) -> Json:
+    def _whole_choice(self, index: int, output: GenerationOutput, scores: Sequence[GenerationOutput]) -> Json:
         tokens = self._token_probs().push(output.token_ids, output.max_probs, output.alternatives)
-        content = self.form.message(self._prefix(index) + (output.text or ""))
-        return self._choice(index, content, logprobs=self._logprobs(tokens), token_ids=output.token_ids, output=output)
+        calls = Calls(self.details.tools)
+        text, _ = calls.push(output.text or "", is_final=True)
+        return self._choice(
+            index,
+            self.form.message(self._prefix(index) + text, calls.whole()),
+            logprobs=self._logprobs(tokens, scores[index // self.details.n :][:1]),
+            token_ids=output.token_ids,
+            output=output,
+            finish_reason=calls.finish_reason(output),
+        )
 
     def _openings(self, index: int) -> list[Json]:
         """The first chunks of all choices up to ``index`` that have not begun.
@@ -209,6 +258,8 @@ class CompletionWriter(Writer):
         new = range(self._num_begun, index + 1)
         self._num_begun = max(self._num_begun, index + 1)
         content = self.form.opening
+        if content is not None and self.details.tools.is_forced:
+            content = {"delta": {**content["delta"], "content": None}}
         return [] if content is None else [self._chunk(choice, content) for choice in new]
 
     def _chunk(self, index: int, content: Json, **parts: Any) -> Json:
@@ -227,6 +278,7 @@ class CompletionWriter(Writer):
         logprobs: Json | None = None,
         token_ids: Sequence[int] | None = None,
         output: GenerationOutput | None = None,
+        finish_reason: str | None = None,
     ) -> Json:
         """One choice of an answer or of a chunk.
 
@@ -236,12 +288,13 @@ class CompletionWriter(Writer):
             logprobs: the log probabilities of its tokens.
             token_ids: its tokens, if this part may show them.
             output: set in the last part, which says how the choice ended.
+            finish_reason: of the last part.
         """
         choice = {
             "index": index,
             **content,
             "logprobs": logprobs,
-            "finish_reason": output.finish_reason if output else None,
+            "finish_reason": finish_reason,
             "stop_reason": output.stop_reason if output else None,
             "seed": output.seed if output else None,
         }
@@ -258,6 +311,12 @@ class CompletionWriter(Writer):
         is_truncated |= params.structured_outputs is not None
         return TokenProbs(self.tokenizer, is_truncated=is_truncated)
 
-    def _logprobs(self, tokens: Sequence[TokenProb]) -> Json | None:
+    def _logprobs(self, tokens: Sequence[TokenProb], scores: Sequence[GenerationOutput] = ()) -> Json | None:
+        """Log probabilities of tokens; with ``scores`` of one prompt also those of ``details.texts``."""
         asked = self.details.logprobs
-        return None if asked is None else self.form.logprobs(tokens, with_top=asked > 0)
+        if asked is None:
+            return None
+        logprobs = self.form.logprobs(tokens, with_top=asked > 0)
+        for output in scores:
+            logprobs["choices"] = scored(self.details.texts, output)
+        return logprobs

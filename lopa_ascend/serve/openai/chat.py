@@ -9,10 +9,18 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.config.files import shown
-from lopa_ascend.serve.http.body import Body, unsupported
+from lopa_ascend.serve.http.body import EMPTY, Body, unsupported
 from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.link.generation import AskedChoice
-from lopa_ascend.serve.openai.answer import AnyChoice, AnyCompletion, CompletionWriter, Details, Form
+from lopa_ascend.serve.openai.answer import (
+    SCORED,
+    AnyChoice,
+    AnyCompletion,
+    CompletionWriter,
+    Details,
+    Form,
+    ScoredText,
+)
 from lopa_ascend.serve.openai.fields import HARMLESS, HARMLESS_TEMPLATE, INSTEAD, MESSAGE, PART, ignoring
 from lopa_ascend.serve.openai.logprobs import TokenProb
 from lopa_ascend.serve.openai.request import (
@@ -22,12 +30,25 @@ from lopa_ascend.serve.openai.request import (
     Planner,
     drop_tools_without_choice,
 )
+from lopa_ascend.serve.openai.structured import ResponseFormat, response_form, texts_of
+from lopa_ascend.serve.openai.tools import (
+    MAX_CALLS,
+    MAX_TOOLS,
+    PARALLEL,
+    TOOL_CHOICE,
+    ChatTool,
+    ChatToolChoice,
+    Choice,
+    MessageCall,
+    Tools,
+    chat_tools,
+)
 
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a message."""
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @ignoring(PART)
@@ -53,27 +74,43 @@ def _check_content(content: object) -> object:
 
 
 Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Content = Annotated[str | Parts, BeforeValidator(_check_content)]
+
+
+def joined(content: str | list[TextPart]) -> str:
+    """The text of a content."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 @ignoring(MESSAGE)
 class Message(Body):
     """A message of a conversation, as a client writes it or sends an earlier answer back."""
 
-    harmless = {"refusal": (), "audio": (), "function_call": (), "tool_calls": (), "tool_call_id": ()}
+    harmless = {"refusal": (), "audio": (), "function_call": ()}
     instead = INSTEAD
 
     type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"] = Field(description="developer means the same as system.")
-    content: Annotated[str | Parts, BeforeValidator(_check_content)] = Field(
-        description="Parts are joined by line breaks."
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
+        description="developer means the same as system."
     )
+    content: Content = Field(description="Parts are joined by line breaks.")
     name: str | None = Field(default=None, description="Who speaks: given to the chat template, which may ignore it.")
+    tool_calls: Annotated[list[MessageCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
+        None, description="Calls of an earlier answer."
+    )
+    tool_call_id: str | None = Field(None, description="In a message with the role tool: whose result it is.")
 
     @classmethod
     def tidy(cls, values: dict[str, Any]) -> None:
-        if values.get("role") in ("tool", "function"):
-            message = f"must be {' or '.join(map(repr, ROLES))}, got {shown(values['role'])}"
-            raise unsupported("role", message, "put the result of a tool into a message of the user")
+        role = values.get("role")
+        if role == "function":
+            message = f"must be {' or '.join(map(repr, ROLES))}, got {shown(role)}"
+            raise unsupported("role", message, "send the role tool")
+        for field, own_role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if values.get(field) in EMPTY:
+                del values[field]
+            elif field in values and role in ROLES and role != own_role:
+                raise unsupported(field, f"belongs to the role {own_role!r}, and this message has {shown(role)}")
         if values.get("role") == "assistant" and values.get("content") in (None, []):
             values["content"] = ""  # clients keep an empty answer so
 
@@ -84,12 +121,13 @@ class Message(Body):
         schema["else"] = {"required": ["content"]}
         schema["if"] = {"properties": {"role": {"const": "assistant"}}}
 
-    def as_template_input(self) -> dict[str, str]:
+    def as_template_input(self) -> Json:
         """The message as the chat template takes it."""
-        parts = self.content
-        content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        return message if self.name is None else {**message, "name": self.name}
+        message: Json = {"role": "system" if self.role == "developer" else self.role, "content": joined(self.content)}
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_template_input() for call in self.tool_calls]
+        others = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return message | {name: value for name, value in others.items() if value is not None}
 
 
 # ---- the request -----------------------------------------------------------------------------------------------------
@@ -100,8 +138,6 @@ class ChatRequest(GenerationRequest):
         **HARMLESS,
         **HARMLESS_TEMPLATE,
         "echo": (False,),
-        "tool_choice": ("none",),
-        "parallel_tool_calls": (True, False),
         "functions": (),
         "function_call": ("none",),
         "modalities": (["text"],),
@@ -122,19 +158,39 @@ class ChatRequest(GenerationRequest):
         description="0 to 20: lists so many most probable tokens of each position. Needs logprobs: true.",
     )
 
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Functions that the answer may call."
+    )
+    tool_choice: Choice | ChatToolChoice | None = Field(None, description=TOOL_CHOICE)
+    parallel_tool_calls: bool | None = Field(None, description=PARALLEL)
+
     @classmethod
     def tidy(cls, values: dict[str, Any]) -> None:
         drop_tools_without_choice(values)
+
+    @property
+    def callable(self) -> Tools:
+        """The functions that the answer may call."""
+        return chat_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     def plan(self, planner: Planner) -> list[AskedChoice]:
         if self.top_logprobs and not self.logprobs:
             raise ParameterError("top_logprobs", "needs logprobs: true")
         messages = [message.as_template_input() for message in self.messages]
-        return planner.conversation(self, messages, "messages", with_logprobs=bool(self.logprobs))
+        return planner.conversation(
+            self,
+            messages,
+            "messages",
+            tools=self.callable,
+            response_format=response_form(self.response_format),
+            with_logprobs=bool(self.logprobs),
+        )
 
     def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> CompletionWriter:
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        details = Details.of(self, with_ids=bool(self.return_token_ids), logprobs=logprobs)
+        with_ids, texts = bool(self.return_token_ids), texts_of(self, with_logprobs=bool(self.logprobs))
+        details = Details.of(self, with_ids=with_ids, logprobs=logprobs, tools=self.callable, texts=texts)
         return self.writer_type(CHAT, model, choices, details, planner.prompts.tokenizer)
 
 
@@ -154,12 +210,25 @@ class TokenLogprob(TopLogprob):
 class ChatLogprobs(BaseModel):
     content: list[TokenLogprob]
     refusal: None = None
+    choices: list[ScoredText] | None = Field(None, description=SCORED)
+
+
+class NameAndArguments(BaseModel):
+    name: str
+    arguments: str = Field(description="JSON text.")
+
+
+class ChatCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: NameAndArguments
 
 
 class ChatMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None = Field(description="Null if there are only calls.")
     refusal: None = None
+    tool_calls: list[ChatCall] | None = None
 
 
 class ChatChoice(AnyChoice):
@@ -181,11 +250,15 @@ class ChatForm(Form):
     opening = {"delta": {"role": "assistant", "content": ""}}
     end = {"delta": {}}
 
-    def message(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def message(self, text: str, calls: Sequence[Json] = ()) -> Json:
+        message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        return {"message": {**message, "tool_calls": calls} if calls else message}
 
     def delta(self, text: str) -> Json:
         return {"delta": {"content": text}}
+
+    def call_delta(self, call: Json) -> Json:
+        return {"delta": {"tool_calls": [call]}}
 
     def logprobs(self, tokens: Sequence[TokenProb], with_top: bool) -> Json:
         content = []

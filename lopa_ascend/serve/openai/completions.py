@@ -10,10 +10,20 @@ from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 from lopa_ascend.config import ParameterError
 from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.link.generation import AskedChoice
-from lopa_ascend.serve.openai.answer import AnyChoice, AnyCompletion, CompletionWriter, Details, Form
+from lopa_ascend.serve.openai.answer import (
+    SCORED,
+    AnyChoice,
+    AnyCompletion,
+    CompletionWriter,
+    Details,
+    Form,
+    ScoredText,
+)
 from lopa_ascend.serve.openai.fields import HARMLESS
 from lopa_ascend.serve.openai.logprobs import TokenProb
 from lopa_ascend.serve.openai.request import LOGPROB, GenerationRequest, Planner
+from lopa_ascend.serve.openai.structured import ResponseFormat, asked_form, response_form, texts_of
+from lopa_ascend.serve.openai.tools import NO_TOOLS
 
 MAX_CHOICES = 1024
 """Most choices of one request, which has prompts times n of them."""
@@ -68,6 +78,8 @@ class CompletionRequest(GenerationRequest):
         "probable tokens. Prompts have no log probabilities.",
     )
 
+    response_format: ResponseFormat | None = None
+
     @classmethod
     def tidy(cls, values: dict[str, Any]) -> None:
         best_of = values.get("best_of")
@@ -90,7 +102,10 @@ class CompletionRequest(GenerationRequest):
             raise ParameterError("echo", "needs a tokenizer, and the model has no tokenizer files")
         prompts = [planner.encode(prompt) for prompt in self.prompt]
         with_logprobs = self.logprobs is not None
-        return planner.choices(self, prompts, "prompt", top_logprobs=self.logprobs, with_logprobs=with_logprobs)
+        form = asked_form(self, response_form(self.response_format), NO_TOOLS)
+        return planner.choices(
+            self, prompts, "prompt", form=form, top_logprobs=self.logprobs, with_logprobs=with_logprobs
+        )
 
     def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> CompletionWriter:
         tokenizer, echoed = planner.prompts.tokenizer, list[str]()
@@ -100,7 +115,8 @@ class CompletionRequest(GenerationRequest):
                 for prompt in self.prompt
             ]
         with_ids = bool(self.return_token_ids) or tokenizer is None
-        details = Details.of(self, with_ids=with_ids, logprobs=self.logprobs, echoed=echoed)
+        texts = texts_of(self, with_logprobs=self.logprobs is not None)
+        details = Details.of(self, with_ids=with_ids, logprobs=self.logprobs, echoed=echoed, texts=texts)
         return self.writer_type(COMPLETION, model, choices, details, tokenizer)
 
 
@@ -119,6 +135,7 @@ class CompletionLogprobs(BaseModel):
         description="By position the most probable tokens, and the token itself."
     )
     text_offset: list[int] = Field(description="Where the token begins in the choice's text, in characters.")
+    choices: list[ScoredText] | None = Field(None, description=SCORED)
 
 
 class CompletionChoice(AnyChoice):
@@ -138,7 +155,7 @@ class CompletionForm(Form):
     whole = chunk = "text_completion"
     end = {"text": ""}
 
-    def message(self, text: str) -> Json:
+    def message(self, text: str, calls: Sequence[Json] = ()) -> Json:
         return {"text": text}
 
     def delta(self, text: str) -> Json:

@@ -17,6 +17,9 @@ STREAM_OPTIONS = "stream_options"
 MESSAGE = "messages[], input[]"
 PART = "messages[].content[], input[].content[]"
 REASONING_ITEM = 'input[] of the type "reasoning"'
+CALL_ITEM = 'input[] of the types "function_call" and "function_call_output"'
+CALL = "messages[].tool_calls[]"
+CALLED = "messages[].tool_calls[].function"
 
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
@@ -71,6 +74,11 @@ IGNORED = (
     Ignored("logprobs", PART, Objects, "How probable an earlier answer was."),
     Ignored("cache_control", PART, dict[str, Any], _OWN_CACHE),
     Ignored("prompt_cache_breakpoint", PART, dict[str, Any], _OWN_CACHE),
+    Ignored("index", CALL, int | str, "The place of an earlier answer's call in its stream."),
+    Ignored("parsed_arguments", CALLED, Any, "The arguments, as the client has parsed them."),
+    Ignored("id", CALL_ITEM, str, _LABEL),
+    Ignored("status", CALL_ITEM, Literal["in_progress", "completed", "incomplete"], "How an earlier call ended."),
+    Ignored("parsed_arguments", CALL_ITEM, Any, "The arguments, as the client has parsed them."),
     Ignored("id", REASONING_ITEM, str, _LABEL),
     Ignored("status", REASONING_ITEM, str, "How an earlier answer ended."),
     Ignored("summary", REASONING_ITEM, Objects, _EARLIER_REASONING),
@@ -100,11 +108,9 @@ HARMLESS: HarmlessValues = {
     "detokenize": (True,),
     "add_special_tokens": (True, False),  # byte-level BPE adds none
     "skip_special_tokens": (True,),
-    "response_format": ({"type": "text"},),
 }
 """Fields of OpenAI's and vLLM's APIs that are taken with values that ask for nothing."""
 HARMLESS_TEMPLATE: HarmlessValues = {
-    "tools": (),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),
@@ -113,10 +119,13 @@ HARMLESS_TEMPLATE: HarmlessValues = {
 """Fields about the chat template, taken likewise."""
 
 _IDS = "send return_token_ids: true, which adds the ids of all tokens"
-_FORM = "say in a message which form the answer must have, and check its text"
+_FORM = "send response_format or structured_outputs"
 _RENDERED = "render the conversation yourself, and send the text to /v1/completions"
 _TEXT = "send text alone"
-_TOOLS = "describe the tools in a message, and look for calls in the text of the answer"
+_TOOLS = "send tools and tool_choice"
+_CALLS = (
+    "send a call as {type: 'function', function: {name, arguments}}, and its result in a message with the role tool"
+)
 _TEMPLATE = "start the server with --chat-template"
 _WAIT = "send stream: true, and read until the end"
 _CONVERSATION = "send the whole conversation in input: this server keeps no responses"
@@ -130,18 +139,13 @@ INSTEAD: Mapping[str, str] = {
     "include_stop_str_in_output": "read stop_reason, which names the stop string",
     "detokenize": _IDS,
     "skip_special_tokens": _IDS,
-    "response_format": _FORM,
-    "guided_json": _FORM,
-    "guided_regex": _FORM,
-    "guided_choice": _FORM,
-    "guided_grammar": _FORM,
-    "tools": _TOOLS,
-    "tool_choice": _TOOLS,
+    "guided_whitespace_pattern": "send a regex or a grammar",
+    "tools": "take /v1/chat/completions, which has tools",
+    "tool_choice": "take /v1/chat/completions, which has tools",
     "functions": _TOOLS,
     "function_call": _TOOLS,
-    "tool_calls": "put the call and its result into the content of messages",
-    "tool_call_id": "put the call and its result into the content of messages",
-    "max_tool_calls": _TOOLS,
+    "tool_calls": _CALLS,
+    "max_tool_calls": "set parallel_tool_calls",
     "web_search_options": "put what was found into a message",
     "add_generation_prompt": _RENDERED,
     "continue_final_message": _RENDERED,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lopa_ascend.text.tokenizer import Tokenizer
-from lopa_ascend.types import Alternatives
+from lopa_ascend.types import Alternatives, GenerationOutput
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have. Other servers send the same number."""
@@ -84,6 +84,22 @@ class TokenProbs:
         piece = None if self._tokenizer is None else self._tokenizer.piece(token)
         text = as_text(piece) if piece else f"token_id:{token}"
         return TokenProb(escaped(piece or b"") if text is None else text, piece, logprob, offset)
+
+
+def scored(texts: Sequence[str], output: GenerationOutput) -> list[dict[str, Any]]:
+    """How probable each of several texts is, from the output that scores them."""
+    sums = [sum(values) for values in output.continuation_logprobs]
+    best = max(sums)
+    total = sum(math.exp(value - best) for value in sums)
+    return [
+        {
+            "text": text,
+            "logprob": max(value, LOWEST),
+            "num_tokens": len(values),
+            "share": math.exp(value - best) / total,
+        }
+        for text, value, values in zip(texts, sums, output.continuation_logprobs, strict=True)
+    ]
 
 
 def as_text(piece: bytes) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 from unicodedata import normalize
 
 from pydantic import Field
@@ -21,18 +21,23 @@ from lopa_ascend.config import (
 from lopa_ascend.config.files import shown
 from lopa_ascend.config.kinds import INT64_MIN, MAX_TOKEN_IDS
 from lopa_ascend.serve.http.body import Body
-from lopa_ascend.serve.http.encoding import Writer
+from lopa_ascend.serve.http.encoding import Json, Writer
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.decoding_fields import with_decoding_parameters
 from lopa_ascend.serve.openai.fields import HARMLESS, INSTEAD, REQUEST, STREAM_OPTIONS, ignoring
+from lopa_ascend.serve.openai.structured import Form, asked_form, calling_form, placed
+from lopa_ascend.serve.openai.tools import Tools
 from lopa_ascend.text.prompt import Prompts
 
 MAX_MESSAGES = 2**14
 """Most messages of a conversation."""
 MAX_N = 128
 """Most answers to one prompt; OpenAI's limit."""
+MAX_SCORED = 2**14
+"""Most tokens of the texts that one pass scores."""
 MAX_LOGPROBS = 2**20
 """Most log probabilities in an answer: each takes some 200 bytes while the answer is made."""
+OLD_NAME = "An older name for one of the fields of structured_outputs."
 ID_PARAMETERS = ("eos_token_id", "stop_token_ids", "logit_bias")
 """Parameters that name token ids one by one. Those of ``bad_words`` make words."""
 LOGPROB = (
@@ -50,21 +55,20 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = Field(None, description="Every chunk has the usage up to it.")
 
 
-@ignoring(REQUEST)
-@with_decoding_parameters
-class GenerationRequest(Body):
-    """A request for text. Each route has a subclass, which says how its requests are planned and answered."""
+class AnsweredRequest(Body):
+    """A request that the engine answers. Each route has a subclass, which says how its requests are planned and
+    answered."""
 
-    harmless = HARMLESS
     instead = INSTEAD
     always_streams: ClassVar[bool] = False
     """The answer is a stream of forward passes."""
 
     model: str | None = Field(None, description="Name of the served model; may be left out.")
-    n: int | None = Field(None, ge=1, le=MAX_N, description="Number of answers to each prompt. Default: 1.")
-    stream: bool | None = Field(None, description="Answer with server-sent events. Default: false.")
-    stream_options: StreamOptions | None = Field(None, description="Needs stream: true.")
-    return_token_ids: bool | None = Field(None, description="Adds token_ids to every choice. Default: false.")
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer is a stream."""
+        return self.always_streams
 
     @abstractmethod
     def plan(self, planner: Planner) -> list[AskedChoice]:
@@ -77,6 +81,27 @@ class GenerationRequest(Body):
     @abstractmethod
     def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> Writer:
         """Writes the answer. ``model`` is the name of the served model."""
+
+
+@ignoring(REQUEST)
+@with_decoding_parameters
+class GenerationRequest(AnsweredRequest):
+    """A request for text."""
+
+    harmless = HARMLESS
+
+    n: int | None = Field(None, ge=1, le=MAX_N, description="Number of answers to each prompt. Default: 1.")
+    stream: bool | None = Field(None, description="Answer with server-sent events. Default: false.")
+    stream_options: StreamOptions | None = Field(None, description="Needs stream: true.")
+    return_token_ids: bool | None = Field(None, description="Adds token_ids to every choice. Default: false.")
+    guided_json: dict[str, Any] | str | None = Field(None, description=OLD_NAME)
+    guided_regex: str | None = Field(None, description=OLD_NAME)
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = Field(None, description=OLD_NAME)
+    guided_grammar: str | None = Field(None, description=OLD_NAME)
+
+    @property
+    def streams(self) -> bool:
+        return self.always_streams or bool(self.stream)
 
 
 def drop_tools_without_choice(values: dict[str, Any]) -> None:
@@ -111,14 +136,44 @@ class Planner:
     """The server's defaults, by name of the decoding parameter."""
 
     def conversation(
-        self, request: GenerationRequest, messages: list[dict[str, str]], field: str, *, with_logprobs: bool = False
+        self,
+        request: GenerationRequest,
+        messages: list[Json],
+        field: str,
+        *,
+        tools: Tools,
+        response_format: Form | None,
+        with_logprobs: bool = False,
     ) -> list[AskedChoice]:
-        """The choices for a conversation, which came in the field ``field``."""
+        """The choices for a conversation, which came in the field ``field``.
+
+        Raises:
+            ParameterError: also if no choice can be forced or left out as ``tools`` says.
+        """
+        form = asked_form(request, response_format, tools)
+        shown = tools.as_template_input()
+        if tools.is_forced and not self.prompts.knows_tools:
+            shown = []  # the grammar has the functions
         try:
-            prompt = self.prompts.encode_chat(messages)
+            prompt = self.prompts.encode_chat(messages, shown)
         except ParameterError as error:
             raise _renamed(error, {"prompt": field, "messages": field}) from None
-        return self.choices(request, [prompt], field, with_logprobs=with_logprobs)
+        if tools.is_forced or (form is not None and tools.functions):
+            self._check_schemas(tools, form)
+            form = calling_form(tools, form)
+        return self.choices(request, [prompt], field, form=form, with_logprobs=with_logprobs)
+
+    def _check_schemas(self, tools: Tools, answer: Form | None) -> None:
+        """Refuses functions, and an answer in their place, by the field of the schema, of which the grammar of both
+        knows nothing."""
+        schemas = dict(tools.callable().values())
+        if answer is not None and answer.kind == "json":
+            schemas[answer.field] = answer.value
+        for field, schema in schemas.items():
+            try:
+                self.prompts.for_engine(DecodingParams.of(structured_outputs={"json": schema}))
+            except ParameterError as error:
+                raise placed(error, field) from None
 
     def choices(
         self,
@@ -126,6 +181,7 @@ class Planner:
         prompts: list[list[int]],
         prompt_field: str,
         *,
+        form: Form | None,
         top_logprobs: int | None = None,
         with_logprobs: bool = False,
     ) -> list[AskedChoice]:
@@ -135,6 +191,8 @@ class Planner:
             request: has the decoding parameters.
             prompts: the token ids.
             prompt_field: the field in which the prompts came.
+            form: which each answer must have. If that is one of several texts, and ``with_logprobs`` is set, a choice
+                that scores these follows for each prompt.
             top_logprobs: the parameter, if the request sets it by its field ``logprobs``.
             with_logprobs: the answer has log probabilities.
         """
@@ -143,6 +201,8 @@ class Planner:
         asked, sent_as = asked_parameters(request)
         if top_logprobs is not None:
             asked["top_logprobs"], sent_as["top_logprobs"] = top_logprobs, "logprobs"
+        if form is not None:
+            asked["structured_outputs"], sent_as["structured_outputs"] = form.parameter, form.field
         choices, params_by_length = [], dict[int, DecodingParams]()
         try:
             _check_sizes(asked, len(prompts) * (request.n or 1))
@@ -155,9 +215,36 @@ class Planner:
                 choices += [AskedChoice(prompt, _with_own_seed(params, index)) for index in range(request.n or 1)]
             if with_logprobs:
                 _check_logprobs(choices)
+                if form is not None and form.kind == "choice":
+                    choices += [self.scored(prompt, form.value, form.field) for prompt in prompts]
         except ParameterError as error:
+            if error.param == "structured_outputs" and form is not None:
+                raise placed(error, form.field) from None
             raise _renamed(error, {"prompt": prompt_field, **sent_as}) from None
         return choices
+
+    def scored(self, prompt: list[int], texts: Sequence[str], field: str) -> AskedChoice:
+        """What asks how probable texts, which came in the field ``field``, are after a prompt.
+
+        Raises:
+            ParameterError: a text has no tokens, or they do not fit into one pass.
+        """
+        continuations = []
+        for index, text in enumerate(texts):
+            try:
+                continuations.append(tuple(self.encode(text)))
+            except ParameterError as error:
+                raise _renamed(error, {"prompt": f"{field}[{index}]"}) from None
+        if (total := sum(map(len, continuations))) > MAX_SCORED:
+            raise ParameterError(field, f"has {total} tokens; at most {MAX_SCORED} can be scored at once")
+        longest = max(map(len, continuations))
+        params = DecodingParams.of(**fitting_defaults(self.decoding, {})).for_continuations(longest)
+        try:
+            self.limits.check(len(prompt), params)
+            self.limits.check_continuations(len(prompt), params, continuations)
+        except ParameterError as error:
+            raise _renamed(error, dict.fromkeys(("continuations", "max_new_tokens"), field)) from None
+        return AskedChoice(prompt, params, tuple(continuations))
 
     def _params(self, asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
         """The request's own parameters, and the defaults for all others unless a default contradicts the request."""

@@ -1,7 +1,7 @@
 """/v1/responses, OpenAI's Responses API: a response object, or the events of a stream that build it up.
 
-Nothing is kept between requests, there are no tools, and all input and output is text: fields that ask for more are
-refused. The output of a response is one message with one part, its text.
+Nothing is kept between requests, and all input and output is text and calls of functions: fields that ask for more are
+refused. The output of a response is one message with one part, its text, and an item for each call.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
-from pydantic_core import PydanticOmit
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, Tag
 
 from lopa_ascend.config.files import shown
 from lopa_ascend.serve.http.api_error import ApiError
@@ -20,13 +19,26 @@ from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body, unsupported
 from lopa_ascend.serve.http.encoding import Json, Writer, as_line
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.answer import LopaStats
-from lopa_ascend.serve.openai.chat import Message
-from lopa_ascend.serve.openai.fields import HARMLESS, INSTEAD, REASONING_ITEM, ignoring
+from lopa_ascend.serve.openai.chat import Content, Message, joined
+from lopa_ascend.serve.openai.fields import CALL_ITEM, HARMLESS, REASONING_ITEM, ignoring
 from lopa_ascend.serve.openai.request import (
     MAX_MESSAGES,
     GenerationRequest,
     Planner,
     drop_tools_without_choice,
+)
+from lopa_ascend.serve.openai.structured import TextFormat, text_form
+from lopa_ascend.serve.openai.tools import (
+    MAX_TOOLS,
+    PARALLEL,
+    TOOL_CHOICE,
+    CallItem,
+    Calls,
+    Choice,
+    ResponseTool,
+    ResponseToolChoice,
+    Tools,
+    response_tools,
 )
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
@@ -34,8 +46,9 @@ EVENTS = (
     "With stream: true. Each event is named by its type and holds JSON with a sequence_number: response.created, "
     "response.in_progress, response.output_item.added, response.content_part.added, a response.output_text.delta for "
     "every piece of text, response.output_text.done, response.content_part.done, response.output_item.done, and last "
-    "response.completed or response.incomplete with the whole response. If the request fails, an error event and "
-    "response.failed come instead of what is left."
+    "response.completed or response.incomplete with the whole response. A call has "
+    "response.function_call_arguments.delta and response.function_call_arguments.done in place of those of text. "
+    "If the request fails, an error event and response.failed come instead of what is left."
 )
 STATUS = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}
 """The status of a response, by its finish reason."""
@@ -58,37 +71,58 @@ class ReasoningItem(Body):
     type: Literal["reasoning"]
 
 
+@ignoring(CALL_ITEM)
+class CallOutputItem(Body):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+    def as_template_input(self) -> Json:
+        """The message that tells the model the result."""
+        return {"role": "tool", "content": joined(self.output), "tool_call_id": self.call_id}
+
+
+ITEMS = {
+    "message": Message,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+}
+
+
+def _kind_of(item: Any) -> str:
+    """The tag of an item's type, in the form in which locations of errors leave it out."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return f"[{kind or 'message'}]"
+
+
 def _check_item(item: object) -> object:
-    """Refuses items that are no messages, before their fields would be called unknown, and leaves reasoning out."""
+    """Refuses items of unknown types, before their fields would be called unknown."""
     kind = item.get("type") if isinstance(item, dict) else None
-    if kind == "reasoning":
-        ReasoningItem.model_validate(item)
-        raise PydanticOmit
-    if kind not in (None, "message"):
-        instead = ITEM_INSTEAD.get(str(kind), INSTEAD["tool_calls"] if "call" in str(kind)[:100] else None)
-        raise unsupported("type", f'must be "message", got {shown(kind)}', instead)
+    if kind is not None and (not isinstance(kind, str) or kind not in ITEMS):
+        instead = ITEM_INSTEAD.get(str(kind), "send calls of functions" if "call" in str(kind)[:100] else None)
+        raise unsupported("type", f"must be {' or '.join(map(repr, ITEMS))}, got {shown(kind)}", instead)
     return item
 
 
 def _check_input(value: object) -> object:
     if not isinstance(value, str) and not (isinstance(value, list) and value):
-        raise ValueError("must be a string or a list of messages")
+        raise ValueError("must be a string or a list of items")
     return value
 
 
-Item = Annotated[Message, BeforeValidator(_check_item, json_schema_input_type=Message | ReasoningItem)]
+AnyItem = (
+    Annotated[Message, Tag("[message]")]
+    | Annotated[CallItem, Tag("[function_call]")]
+    | Annotated[CallOutputItem, Tag("[function_call_output]")]
+    | Annotated[ReasoningItem, Tag("[reasoning]")]
+)
+Item = Annotated[Annotated[AnyItem, Discriminator(_kind_of)], BeforeValidator(_check_item)]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 # ---- fields that allow little ----------------------------------------------------------------------------------------
-
-
-class TextFormat(Body):
-    type: Literal["text"]
-
-    @classmethod
-    def tidy(cls, values: dict[str, Any]) -> None:
-        if (kind := values.get("type", "text")) != "text":
-            raise unsupported("type", f"must be 'text', got {shown(kind)}", INSTEAD["response_format"])
 
 
 class TextOptions(Body):
@@ -132,8 +166,7 @@ class ResponseRequest(GenerationRequest):
     """A conversation, whose next message is the answer."""
 
     harmless = {
-        **{name: values for name, values in HARMLESS.items() if name != "response_format"},
-        "tools": (),
+        **HARMLESS,
         "max_tool_calls": (),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
@@ -154,7 +187,7 @@ class ResponseRequest(GenerationRequest):
     )
     instructions: str | None = Field(None, description="A system message before the input.")
     include: Annotated[list[Include], Field(fail_fast=True)] | None = Field(
-        None, description="Without effect: there are neither tools nor reasoning."
+        None, description="Without effect: there are neither hosted tools nor reasoning."
     )
     metadata: Annotated[dict[str, str] | None, AfterValidator(_check_metadata)] = Field(
         None, description="The answer repeats it."
@@ -163,24 +196,43 @@ class ResponseRequest(GenerationRequest):
     store: bool | None = Field(
         None, description="Taken, and without effect: nothing is kept, and the answer says store: false."
     )
-    tool_choice: Literal["none", "auto"] | None = Field(None, description="Without effect: there are no tools.")
-    parallel_tool_calls: bool | None = Field(None, description="Without effect: there are no tools.")
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Functions that the answer may call."
+    )
+    tool_choice: Choice | ResponseToolChoice | None = Field(None, description=TOOL_CHOICE)
+    parallel_tool_calls: bool | None = Field(None, description=PARALLEL)
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
 
-    def as_template_input(self) -> list[dict[str, str]]:
-        """The conversation as the chat template takes it."""
-        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+    def as_template_input(self) -> list[Json]:
+        """The conversation as the chat template takes it: calls belong to the assistant's message before them."""
+        messages: list[Json] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
-            return [*system, {"role": "user", "content": self.input}]
-        return system + [message.as_template_input() for message in self.input]
+            return [*messages, {"role": "user", "content": self.input}]
+        for item in self.input:
+            if isinstance(item, CallItem):
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                messages[-1].setdefault("tool_calls", []).append(item.as_template_input())
+            elif not isinstance(item, ReasoningItem):
+                messages.append(item.as_template_input())
+        return messages
+
+    @property
+    def callable(self) -> Tools:
+        """The functions that the answer may call."""
+        return response_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     @classmethod
     def tidy(cls, values: dict[str, Any]) -> None:
         drop_tools_without_choice(values)
 
     def plan(self, planner: Planner) -> list[AskedChoice]:
-        return planner.conversation(self, self.as_template_input(), "input")
+        response_format = text_form(self.text.format if self.text else None)
+        messages = self.as_template_input()
+        return planner.conversation(self, messages, "input", tools=self.callable, response_format=response_format)
 
     def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> ResponseWriter:
         (choice,) = choices
@@ -203,6 +255,15 @@ class OutputMessage(BaseModel):
     role: Literal["assistant"]
     status: Literal["in_progress", "completed", "incomplete"]
     content: list[OutputText]
+
+
+class OutputCall(BaseModel):
+    id: str
+    type: Literal["function_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
 
 
 class InputTokensDetails(BaseModel):
@@ -244,7 +305,9 @@ class ResponseObject(BaseModel):
     )
     incomplete_details: IncompleteDetails | None
     error: ResponseFailure | None = Field(description="Set in response.failed.")
-    output: list[OutputMessage] = Field(description="One message; none in response.created.")
+    output: list[OutputMessage | OutputCall] = Field(
+        description="One message, unless there are only calls; none in response.created."
+    )
     usage: ResponseUsage | None = Field(description="Null while the response is in progress, and if it failed.")
     lopa: LopaStats | None = Field(description="Null where usage is.")
     stop_reason: int | str | None = Field(
@@ -260,9 +323,9 @@ class ResponseObject(BaseModel):
     store: Literal[False] = Field(description="Nothing is kept.")
     previous_response_id: None
     background: Literal[False]
-    tools: list[Any] = Field(description="Always empty.")
-    tool_choice: Literal["none", "auto"]
-    parallel_tool_calls: bool = Field(description="As in the request, as are reasoning and text; without effect.")
+    tools: list[Any] = Field(description="As in the request, as are tool_choice, reasoning and text.")
+    tool_choice: Any
+    parallel_tool_calls: bool
     reasoning: dict[str, str | None]
     text: dict[str, Any]
     top_logprobs: Literal[0]
@@ -289,11 +352,11 @@ class ResponseWriter(Writer):
     end: ClassVar[bytes] = b""
 
     def __init__(self, model: str, request: ResponseRequest, choice: AskedChoice):
-        self._text = ""
-        """What was sent of the text."""
         self._num_events = 0
         self.id = f"resp_{uuid.uuid4().hex}"
-        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._calls = Calls(request.callable)
+        self._items: list[Json] = []
+        """The output so far: the message once there is text, and a call each."""
         self._num_prompt = len(choice.prompt_token_ids)
         params = choice.params
         reasoning = request.reasoning or Reasoning()
@@ -313,81 +376,128 @@ class ResponseWriter(Writer):
             "store": False,
             "previous_response_id": None,
             "background": False,
-            "tools": [],
-            "tool_choice": request.tool_choice or "auto",
+            "tools": [tool.model_dump() for tool in request.tools or ()],
+            "tool_choice": _dumped(request.tool_choice) or "auto",
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
-            "text": {"format": {"type": "text"}, **({"verbosity": verbosity} if verbosity else {})},
+            "text": {
+                "format": _dumped(request.text and request.text.format) or {"type": "text"},
+                **({"verbosity": verbosity} if verbosity else {}),
+            },
             "top_logprobs": 0,
             "truncation": "disabled",
         }
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
         (output,) = outputs
-        return self._finished(output, output.text or "")
+        self._advance(output.text or "", is_final=True)
+        return self._finished(output)
 
     def opening(self) -> list[Json]:
-        return [
-            self._event("response.created", response=self._unfinished("in_progress")),
-            self._event("response.in_progress", response=self._unfinished("in_progress")),
-            self._of_item("response.output_item.added", item=self._message("in_progress", [])),
-            self._of_part("response.content_part.added", part=_text_part("")),
-        ]
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=self._unfinished("in_progress")) for kind in kinds]
 
     def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
-        events, new = [], progress.text[len(self._text) :]
-        self._text = progress.text
-        if new:
-            events.append(self._of_part("response.output_text.delta", delta=new, logprobs=[]))
+        events = self._advance(progress.text, is_final=progress.output is not None)
         if progress.output is not None:
-            response = self._finished(progress.output, self._text)
-            events += self._closed(response)
+            events += self._closed(self._finished(progress.output))
         return events
 
     def failure(self, error: ApiError) -> list[Json]:
         """An error event with our own code, and the failed response, whose codes are OpenAI's."""
         detail = error.body()["error"]
         names = ("code", "message", "param")
-        message = self._message("failed", [_text_part(self._text)])
         failed = {"code": "server_error", "message": detail["message"]}
         return [
             self._event("error", **{name: detail[name] for name in names}),
-            self._event("response.failed", response=self._unfinished("failed", [message], failed)),
+            self._event("response.failed", response=self._unfinished("failed", self._output("failed"), failed)),
         ]
 
     def frame(self, event: Json) -> bytes:
         kind: str = event["type"]
         return b"event: " + kind.encode() + b"\ndata: " + as_line(event) + b"\n\n"
 
+    # ---- the output ------------------------------------------------------------------------------------------------
+
+    def _advance(self, text: str, *, is_final: bool) -> list[Json]:
+        """Takes what the model has written so far into the output, and returns the events about what is new."""
+        new, pieces = self._calls.push(text, is_final=is_final)
+        is_empty = is_final and not pieces and not self._items
+        events = self._say(new) if new or is_empty else []
+        for piece in pieces:
+            events += self._call(piece)
+        return events
+
+    def _say(self, new: str) -> list[Json]:
+        """Adds text to the message, which begins with it unless there is one."""
+        events = []
+        index = next((index for index, item in enumerate(self._items) if item["type"] == "message"), len(self._items))
+        if index == len(self._items):
+            head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+            self._items.append({**head, "text": ""})
+            added = {**head, "status": "in_progress", "content": []}
+            events.append(self._of_item("response.output_item.added", index, item=added))
+            events.append(self._of_part("response.content_part.added", index, part=_text_part("")))
+        self._items[index]["text"] += new
+        if new:
+            events.append(self._of_part("response.output_text.delta", index, delta=new, logprobs=[]))
+        return events
+
+    def _call(self, piece: Json) -> list[Json]:
+        """Adds a piece of a call, the first of which has its name."""
+        function, events = piece["function"], []
+        if "name" in function:
+            head = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": piece["id"]}
+            self._items.append({**head, "name": function["name"], "arguments": "", "number": piece["index"]})
+            added = {**head, "name": function["name"], "arguments": "", "status": "in_progress"}
+            events.append(self._of_item("response.output_item.added", len(self._items) - 1, item=added))
+        index = next(index for index, item in enumerate(self._items) if item.get("number") == piece["index"])
+        self._items[index]["arguments"] += function["arguments"]
+        if function["arguments"]:
+            values = {"item_id": self._items[index]["id"], "delta": function["arguments"]}
+            events.append(self._of_item("response.function_call_arguments.delta", index, **values))
+        return events
+
+    def _output(self, status: str) -> list[Json]:
+        """The output, when the response has this status."""
+        own_status = status if status in ITEM_STATUSES else "incomplete"
+        output = []
+        for item in self._items:
+            if item["type"] == "message":
+                message = {name: item[name] for name in ("id", "type", "role")}
+                output.append({**message, "status": own_status, "content": [_text_part(item["text"])]})
+            else:
+                call = {name: item[name] for name in ("id", "type", "call_id", "name", "arguments")}
+                is_complete = self._calls.is_complete(item["number"])
+                output.append({**call, "status": "completed" if is_complete else "incomplete"})
+        return output
+
     def _closed(self, response: Json) -> list[Json]:
-        """The closing events: the finished text, its content part, its message, and at last the whole response."""
-        (message,) = response["output"]
-        (part,) = message["content"]
+        """The closing events: of each item what it holds, and the item; at last the whole response."""
+        events = []
+        for index, item in enumerate(response["output"]):
+            if item["type"] == "message":
+                (part,) = item["content"]
+                events.append(self._of_part("response.output_text.done", index, text=part["text"], logprobs=[]))
+                events.append(self._of_part("response.content_part.done", index, part=part))
+            else:
+                values = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
+                events.append(self._of_item("response.function_call_arguments.done", index, **values))
+            events.append(self._of_item("response.output_item.done", index, item=item))
         last = "response.completed" if response["status"] == "completed" else "response.incomplete"
-        return [
-            self._of_part("response.output_text.done", text=part["text"], logprobs=[]),
-            self._of_part("response.content_part.done", part=part),
-            self._of_item("response.output_item.done", item=message),
-            self._event(last, response=response),
-        ]
+        return [*events, self._event(last, response=response)]
 
-    def _of_part(self, kind: str, **values: Any) -> Json:
-        """An event about the only part of the only message."""
-        return self._of_item(kind, item_id=self._item_id, content_index=0, **values)
+    def _of_part(self, kind: str, index: int, **values: Any) -> Json:
+        """An event about the only part of the message."""
+        return self._of_item(kind, index, item_id=self._items[index]["id"], content_index=0, **values)
 
-    def _of_item(self, kind: str, **values: Any) -> Json:
-        """An event about the only message."""
-        return self._event(kind, output_index=0, **values)
+    def _of_item(self, kind: str, index: int, **values: Any) -> Json:
+        """An event about an item of the output."""
+        return self._event(kind, output_index=index, **values)
 
     def _event(self, kind: str, **values: Any) -> Json:
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **values}
-
-    def _message(self, status: str, content: Sequence[Json]) -> Json:
-        """The message, when the response has this status."""
-        head = {"id": self._item_id, "type": "message", "role": "assistant"}
-        own_status = status if status in ITEM_STATUSES else "incomplete"
-        return {**head, "status": own_status, "content": list(content)}
 
     def _unfinished(self, status: str, output: Sequence[Json] = (), error: Json | None = None) -> Json:
         """The response while it is in progress, or when it has failed."""
@@ -395,12 +505,12 @@ class ResponseWriter(Writer):
         nothing = dict.fromkeys(("incomplete_details", "usage", "lopa", "stop_reason", "seed"))
         return {**self._head, **state, **nothing}
 
-    def _finished(self, output: GenerationOutput, text: str) -> Json:
+    def _finished(self, output: GenerationOutput) -> Json:
         """The response at its end."""
         status = STATUS[output.finish_reason]
         tokens = len(output.token_ids)
         return {
-            **self._unfinished(status, [self._message(status, [_text_part(text)])]),
+            **self._unfinished(status, self._output(status)),
             "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "usage": {
@@ -414,3 +524,8 @@ class ResponseWriter(Writer):
             "stop_reason": output.stop_reason,
             "seed": output.seed,
         }
+
+
+def _dumped(value: Body | str | None) -> Any:
+    """A field as the request has it."""
+    return value.model_dump(by_alias=True, exclude_none=True) if isinstance(value, Body) else value

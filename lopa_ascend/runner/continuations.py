@@ -1,0 +1,62 @@
+"""The log probabilities of given continuations of a prompt, in the one pass over masks that their request makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.core import Sequence
+from lopa_ascend.model.base import Model
+from lopa_ascend.parallel.collectives import Group
+from lopa_ascend.parallel.placement import Share
+from lopa_ascend.runner.alternatives import ROWS_AT_A_TIME
+from lopa_ascend.runner.scoring import Job
+
+
+@dataclass(frozen=True)
+class ContinuationScorer:
+    """Scores the continuations of one rank's requests."""
+
+    model: Model
+    bp: Group
+    """The ranks that hold the same part of the model."""
+
+    def score(self, sequence: Sequence, share: Share, job: Job) -> tuple[tuple[float, ...], ...]:
+        """For each continuation the log probability of each of its tokens, in nats, on every rank.
+
+        It is that of the model's distribution at the token's place, where all places are masked.
+
+        Args:
+            share: what this rank's group computed: the one row.
+            job: what this rank's group predicted.
+        """
+        continuations = sequence.request.continuations
+        pairs = [(place, token) for tokens in continuations for place, token in enumerate(tokens)]
+        found = torch.zeros(len(pairs), device=self.model.head.device)
+        if self.bp.rank == 0:  # the row's home
+            places, tokens = torch.tensor(pairs, device=found.device).T
+            found = self._logprobs(job, torch.from_numpy(share.order), places, tokens)
+        values = iter(self.bp.broadcast(found, 0, "continuations").tolist())
+        return tuple(tuple(next(values) for _ in tokens) for tokens in continuations)
+
+    def _logprobs(self, job: Job, order: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+        """Float32 [n] for the pairs of places in the answer and token ids, int64 [n].
+
+        Args:
+            order: for each place the index of its hidden state in ``job``.
+        """
+        columns = tokens - self.model.first_token_id
+        logits = torch.full((len(places),), -torch.inf, device=places.device)
+        totals = torch.empty(len(places), device=places.device)
+        for first in range(0, int(places.max()) + 1, ROWS_AT_A_TIME):
+            rows = order[first : first + ROWS_AT_A_TIME].to(job.hidden.device)
+            x = self.model.logits(job.hidden[rows]).float()
+            here = ((places >= first) & (places < first + len(rows))).nonzero()[:, 0]
+            at, column = places[here] - first, columns[here]
+            totals[here] = x.logsumexp(-1)[at]
+            is_own = (column >= 0) & (column < x.shape[1])  # the others are in other shards of the vocabulary
+            logits[here[is_own]] = x[at[is_own], column[is_own]]
+        gathered = self.model.tp.all_gather(torch.stack([logits, totals]), "vocabulary")  # [shards, 2, n]
+        return gathered[:, 0].amax(0) - gathered[:, 1].logsumexp(0)

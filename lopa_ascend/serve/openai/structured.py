@@ -1,0 +1,155 @@
+"""Fields that ask for an answer in a form: OpenAI's response formats, and vLLM's older names of structured_outputs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from lopa_ascend.config import ParameterError
+from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body
+from lopa_ascend.serve.openai.tools import Tools
+from lopa_ascend.text.schemas import closed
+
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""Fields that vLLM had before structured_outputs, and the form in it that each stands for."""
+STRICT = f"{WITHOUT_EFFECT} Every answer keeps to the schema."
+
+
+class NamedSchema(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = Field(None, description=STRICT)
+
+
+class ResponseFormat(Body):
+    """What an answer of chat or completions must be: text, any JSON object, or JSON that fits a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = Field(None, description="With the type json_schema.")
+
+
+class TextFormat(Body):
+    """As ``ResponseFormat``, in the Responses API."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="With the type json_schema.")
+    strict: bool | None = Field(None, description=STRICT)
+
+
+@dataclass(frozen=True)
+class Form:
+    """One field that asks for a form."""
+
+    field: str
+    kind: str
+    """One of those of structured_outputs."""
+    value: Any
+    """What structured_outputs holds under ``kind``."""
+
+    @property
+    def parameter(self) -> dict[str, Any]:
+        """The value of the parameter structured_outputs."""
+        return {self.kind: self.value}
+
+
+def asked_form(request: Body, format_: Form | None, tools: Tools) -> Form | None:
+    """The form that a request asks for, besides that of calls.
+
+    Args:
+        request: has the fields of ``GUIDED`` and structured_outputs.
+        format_: what its response format asks for.
+        tools: which it may call.
+
+    Raises:
+        ParameterError: it asks for several, or for one that does not go with its tools.
+    """
+    forms = [] if format_ is None else [format_]
+    given: Mapping[str, Any] | None = getattr(request, "structured_outputs", None)
+    if given is not None:
+        forms += [Form(f"structured_outputs.{kind}", kind, value) for kind, value in given.items() if value is not None]
+    for field, kind in GUIDED.items():
+        if (value := getattr(request, field)) is not None:
+            forms.append(Form(field, kind, value))
+    if len(forms) > 1:
+        raise ParameterError(forms[1].field, f"cannot be combined with {forms[0].field}: send one of them")
+    if not forms:
+        return None
+    (form,) = forms
+    if tools.functions and form.kind not in ("json", "json_object"):
+        message = "cannot be combined with tools: the answer may be a call, or JSON, so send a schema or no tools"
+        raise ParameterError(form.field, message)
+    return form
+
+
+def texts_of(request: Body, *, with_logprobs: bool) -> Sequence[str]:
+    """The texts that a valid request lets its answer choose from, if it asks for log probabilities."""
+    given = getattr(request, "guided_choice", None) or (getattr(request, "structured_outputs", None) or {}).get(
+        "choice"
+    )
+    return given or () if with_logprobs else ()
+
+
+_PLACE = re.compile(r"(?:json|json_object|regex|choice|grammar)(\[\d+\])?(?: at #(\S*))?: ")
+
+
+def placed(error: ParameterError, field: str) -> ParameterError:
+    """A refusal of the parameter structured_outputs, with the place in the request in front: the field, and in it the
+    path that the message has as a JSON pointer."""
+    problem = str(error).removeprefix(f"{error.param}: ")
+    found = _PLACE.match(problem)
+    if found is None:
+        return type(error)(field, problem)
+    names = [name.replace("~1", "/").replace("~0", "~") for name in (found[2] or "").split("/") if name]
+    path = "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in names)
+    return type(error)(f"{field}{found[1] or ''}{path}", problem[found.end() :])
+
+
+def calling_form(tools: Tools, answer: Form | None) -> Form:
+    """Calls, or if these are not forced JSON in their place.
+
+    Args:
+        answer: JSON that has been checked.
+    """
+    schema = None
+    if answer is not None and not tools.is_forced:
+        schema = {"type": "object"} if answer.kind == "json_object" else answer.value
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(schema, dict):
+            raise ParameterError(answer.field, "must be an object beside tools")
+    return Form("tools", "grammar", tools.grammar(schema))
+
+
+def response_form(asked: ResponseFormat | None) -> Form | None:
+    """What ``response_format`` asks for.
+
+    Raises:
+        ParameterError: a schema is missing, or there although the type is another.
+    """
+    if asked is None:
+        return None
+    if (asked.type == "json_schema") != (asked.json_schema is not None):
+        problem = "is missing" if asked.json_schema is None else f"does not go with the type {asked.type!r}"
+        raise ParameterError("response_format.json_schema", problem)
+    if asked.json_schema is not None:
+        return Form("response_format.json_schema.schema", "json", closed(asked.json_schema.schema_))
+    return Form("response_format", "json_object", True) if asked.type == "json_object" else None
+
+
+def text_form(asked: TextFormat | None) -> Form | None:
+    """What ``text.format`` asks for. Raises as ``response_form`` does."""
+    if asked is None:
+        return None
+    if (asked.type == "json_schema") != (asked.schema_ is not None):
+        problem = "is missing" if asked.schema_ is None else f"does not go with the type {asked.type!r}"
+        raise ParameterError("text.format.schema", problem)
+    if asked.schema_ is not None:
+        return Form("text.format.schema", "json", closed(asked.schema_))
+    return Form("text.format", "json_object", True) if asked.type == "json_object" else None
