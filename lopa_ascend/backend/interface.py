@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,8 +30,9 @@ class Entries:
 
     lengths: tuple[int, ...]
     """Queries of each entry; their sum is T."""
-    kv_lengths: tuple[int, ...]
-    """For each entry how many positions its queries attend to, from position 0 on."""
+    kv_lengths: tuple[int, ...] | Tensor
+    """For each entry how many positions its queries attend to, from position 0 on. In a compiled step of a device whose
+    kernels read them there: a tensor in its memory, int32 [entries]."""
     page_tables: Tensor
     """Page ids of each entry in the order of positions, int32 [entries, pages]. Columns after the pages that an entry
     needs hold ids of any pages."""
@@ -52,6 +53,7 @@ class Entries:
         parts_by_entry = [divided_length(length, max_queries) for length in self.lengths]
         if all(len(parts) == 1 for parts in parts_by_entry):
             return self
+        assert not isinstance(self.kv_lengths, Tensor)
         entry_of_part = [index for index, parts in enumerate(parts_by_entry) for _ in parts]
         return Entries(
             lengths=tuple(chain.from_iterable(parts_by_entry)),
@@ -60,6 +62,29 @@ class Entries:
             prefix_groups=tuple(self.prefix_groups[index] for index in entry_of_part),
             prefixes=self.prefixes,
         )
+
+
+class RowStats(NamedTuple):
+    """Statistics of n rows of logits, float32 [n] except for ``index``. Shares are given as logarithms, for a share
+    itself may underflow beside ids that are never chosen."""
+
+    best: Tensor
+    """The largest logit of an id that may be chosen."""
+    log_share: Tensor
+    """Logarithm of its share of the row's softmax."""
+    log_total: Tensor
+    """Logarithm of the denominator of the row's softmax."""
+    rest: tuple[Tensor, ...]
+    """What the confidence needs in addition: for "margin" the logarithm of the largest share of another id, for
+    "neg_entropy" the sum of p log p."""
+    index: Tensor
+    """The column of ``best``, the first one among equals; an integer."""
+
+
+RowStatsKernel = Callable[[Tensor, Tensor, str], RowStats]
+"""``row_stats(logits, never_chosen, confidence)`` of rows of logits [n, V]. never_chosen, float32 [V], is -inf for
+columns that keep their share but are never chosen, and otherwise 0. A row with a logit that is NaN or +inf has the
+log_total NaN, and any index."""
 
 
 class Ops(Protocol):
@@ -218,6 +243,11 @@ class Ops(Protocol):
         The result of an entry does not depend on the other entries. Its last bits may depend on the length of its
         prefix, because a device may attend to prefix and rest separately and merge the two.
         """
+        ...
+
+    @property
+    def row_stats(self) -> RowStatsKernel | None:
+        """A kernel that makes the statistics of rows of logits for a compiled step, or None: then torch makes them."""
         ...
 
     # ---- memory of compiled steps ----------------------------------------------------------------------------------

@@ -42,12 +42,12 @@ class DecodeStep:
         self._prefixes = (0,) * bucket.sequences
         self._scored_shape = bucket.shape("sequences slots cells")
 
-    def __call__(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Tensor:
+    def __call__(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int] | Tensor) -> Tensor:
         """Runs the step; it is what a compiler compiles.
 
         Args:
             tensors: see ``tensors.flatten``.
-            kv_lengths: keys that each attention entry sees [A].
+            kv_lengths: keys that each attention entry sees [A]; see ``Entries``.
 
         Returns:
             A ``StepOutput`` as int32, one tensor after the other; see ``tensors.view_output``.
@@ -77,10 +77,10 @@ class DecodeStep:
         return torch.cat([column.reshape(-1) for column in (winner.int(), after.tokens, *bits)])
 
     def _forward_inputs(
-        self, inputs: ModelInputs, tokens: Tensor, slot_mapping: Tensor, kv_lengths: Sequence[int]
+        self, inputs: ModelInputs, tokens: Tensor, slot_mapping: Tensor, kv_lengths: Sequence[int] | Tensor
     ) -> ForwardInputs:
-        page_tables = inputs.page_tables
-        entries = Entries(self._lengths, tuple(kv_lengths), page_tables, self._prefix_groups, self._prefixes)
+        lengths = kv_lengths if isinstance(kv_lengths, Tensor) else tuple(kv_lengths)
+        entries = Entries(self._lengths, lengths, inputs.page_tables, self._prefix_groups, self._prefixes)
         return ForwardInputs(
             tokens=tokens.reshape(-1),
             positions=inputs.positions,
