@@ -98,7 +98,7 @@ class CudaGraphs(Compiler):
         self.num_compilations += 1
         self.num_captures += 1
         self.memory += self._capture.reserved() - memory_before
-        return CapturedRun(replay, output, lengths, kv_lengths)
+        return CapturedRun(launch, replay, output, lengths, kv_lengths)
 
     def try_out(self, run: Run, name: str, kv_lengths: Sequence[Sequence[int]]) -> None:
         for lengths in kv_lengths:
@@ -113,14 +113,18 @@ class CapturedRun:
     """A ``Run`` that replays a captured step with other KV lengths.
 
     Args:
+        launch: the function that was captured. It holds the tensors whose memory the graph uses.
         replay: runs the captured step.
         output: where its result then lies.
         lengths: from where it reads its KV lengths, int32.
         kv_lengths: what ``lengths`` holds.
     """
 
-    def __init__(self, replay: Callable[[], None], output: Tensor, lengths: Tensor, kv_lengths: list[int]) -> None:
-        self._replay, self._output, self._lengths, self._held = replay, output, lengths, kv_lengths
+    def __init__(
+        self, launch: Launch, replay: Callable[[], None], output: Tensor, lengths: Tensor, kv_lengths: list[int]
+    ) -> None:
+        self._launch, self._replay, self._output = launch, replay, output
+        self._lengths, self._held = lengths, kv_lengths
 
     def __call__(self, kv_lengths: Sequence[int]) -> Tensor:
         if kv_lengths != self._held:
