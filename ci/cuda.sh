@@ -22,7 +22,7 @@ if ! grep -qsxF "$wanted" "$venv/installed" || [[ ! -x $venv/bin/python ]]; then
 fi
 selection=()
 if [[ ${1:-} == --quick ]]; then
-    selection=(-m "not slow" -o "cache_dir=$venv/pytest-cache")
+    selection=(-m "not slow" -o "cache_dir=$venv/pytest-cache" --numprocesses 2)
     shift
 fi
 export TRITON_INTERPRET=1 TRITON_CACHE_DIR=$venv/triton

@@ -1,7 +1,7 @@
 """Captures of steps without a GPU: what a stream capture would refuse is refused, and what it would keep is kept.
 
-A capture notes torch's ops and Triton's launches with the memory that they were called with. A replay calls them again in
-the same order, and puts what an op has made where it lay during the capture. So it computes what a replay on a GPU
+A capture notes torch's ops and Triton's launches with the memory that they were called with. A replay calls them again
+in the same order, and puts what an op has made where it lay during the capture. So it computes what a replay on a GPU
 computes: from what then lies in the memory that the captured ops read.
 """
 
@@ -21,8 +21,8 @@ from triton.runtime.interpreter import GridExecutor
 
 READ_BY_THE_HOST = {
     "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero", "item", "bincount",
-    "repeat_interleave", "lift_fresh", "lift", "tolist", "numpy", "__bool__", "__int__", "__float__", "__array__", "cpu",
-    "tensor", "from_numpy", "pin_memory",
+    "repeat_interleave", "lift_fresh", "lift", "tolist", "numpy", "__bool__", "__int__", "__float__", "__array__",
+    "cpu", "tensor", "from_numpy", "pin_memory",
 }  # fmt: skip
 """Ops and functions that wait for the device, or bring data of the host: a capture may do neither."""
 
@@ -98,7 +98,7 @@ class _Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         gc.collect()
-        tensors = (x for x in gc.get_objects() if isinstance(x, Tensor) and not x.is_mkldnn)
+        tensors = (x for x in gc.get_objects() if issubclass(type(x), Tensor) and not x.is_mkldnn)
         # They are held until the capture ends, so that nothing new gets their addresses.
         self._before = {_address(x): x for x in tensors}
         self._pool: dict[int, Tensor] = {}

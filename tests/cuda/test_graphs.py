@@ -79,14 +79,16 @@ def generate(case: str, monkeypatch: pytest.MonkeyPatch, graph_mode: str):
     """Our output and the recorded one of a golden case."""
     monkeypatch.setattr(setup, "load_compiler", lambda *_, **__: CudaGraphs(Recorder()))
     trace, params = golden.read(case), CASES[case]
-    compiled = GraphParams(params.lookaheads, window_attention=params.window_attention, confidence=params.confidence)
+    compiled = GraphParams(
+        params.lookaheads, params.block_size, window_attention=params.window_attention, confidence=params.confidence
+    )
     llm = LLM(
         str(golden.model_path(trace)),
         device="cuda",
         dtype="float32",
         graph_mode=graph_mode,
         graph_params=compiled,
-        graph_window_blocks=2,
+        graph_window_blocks=4,
         max_num_seqs=1,
         max_model_len=128,
         enable_prefix_caching=False,
@@ -101,3 +103,5 @@ def test_golden_cases(case: str, graph_mode: str, monkeypatch: pytest.MonkeyPatc
     llm, output, trace = generate(case, monkeypatch, graph_mode)
     assert list(output.token_ids) == trace["output_ids"]
     assert output.num_forwards == trace["n_forward_rounds"]
+    if graph_mode != "eager":
+        assert llm.engine.runner.graph_stats().num_steps
