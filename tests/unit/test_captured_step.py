@@ -66,7 +66,7 @@ def test_a_device_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as stop:
         main(["plan", "--captured", "--device", "910d", *more])
     assert stop.value.code == 2
-    assert "unknown device '910d'; choose one of 910c, h200" in capsys.readouterr().err
+    assert "unknown device '910d'; choose one of 910c, h200, h100, b200, rtx4090" in capsys.readouterr().err
 
 
 def test_other_tasks_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
