@@ -30,9 +30,8 @@ class Entries:
 
     lengths: tuple[int, ...]
     """Queries of each entry; their sum is T."""
-    kv_lengths: tuple[int, ...] | Tensor
-    """For each entry how many positions its queries attend to, from position 0 on. In a compiled step of a device whose
-    kernels read them there: a tensor in its memory, int32 [entries]."""
+    kv_lengths: tuple[int, ...]
+    """For each entry how many positions its queries attend to, from position 0 on; empty if they are on the device."""
     page_tables: Tensor
     """Page ids of each entry in the order of positions, int32 [entries, pages]. Columns after the pages that an entry
     needs hold ids of any pages."""
@@ -42,6 +41,8 @@ class Entries:
     """For each prefix group the length of the prefix that its entries have in common: positions whose keys and values
     are committed, or written alike for all of them by this step. So attention may read the prefix once for the group,
     through the page table of any of its entries. Every entry attends to at least one position after the prefix."""
+    kv_lengths_on_device: Tensor | None = None
+    """The KV lengths in a compiled step of a device whose kernels read them in its memory, int32 [entries]."""
 
     def divided(self, max_queries: int | None) -> Entries:
         """Entries for the same attention, in which every longer entry has become several, each with its KV length and
@@ -53,7 +54,6 @@ class Entries:
         parts_by_entry = [divided_length(length, max_queries) for length in self.lengths]
         if all(len(parts) == 1 for parts in parts_by_entry):
             return self
-        assert not isinstance(self.kv_lengths, Tensor)
         entry_of_part = [index for index, parts in enumerate(parts_by_entry) for _ in parts]
         return Entries(
             lengths=tuple(chain.from_iterable(parts_by_entry)),
@@ -65,7 +65,7 @@ class Entries:
 
 
 class RowStats(NamedTuple):
-    """Statistics of n rows of logits, float32 [n] except for ``index``. Shares are given as logarithms, for a share
+    """Statistics of n rows of logits, float32 [n] except for ``column``. Shares are given as logarithms, for a share
     itself may underflow beside ids that are never chosen."""
 
     best: Tensor
@@ -77,14 +77,14 @@ class RowStats(NamedTuple):
     rest: tuple[Tensor, ...]
     """What the confidence needs in addition: for "margin" the logarithm of the largest share of another id, for
     "neg_entropy" the sum of p log p."""
-    index: Tensor
-    """The column of ``best``, the first one among equals; an integer."""
+    column: Tensor
+    """That of ``best``, the first one among equals; an integer."""
 
 
 RowStatsKernel = Callable[[Tensor, Tensor, str], RowStats]
 """``row_stats(logits, never_chosen, confidence)`` of rows of logits [n, V]. never_chosen, float32 [V], is -inf for
 columns that keep their share but are never chosen, and otherwise 0. A row with a logit that is NaN or +inf has the
-log_total NaN, and any index."""
+log_total NaN, and any column."""
 
 
 class Ops(Protocol):

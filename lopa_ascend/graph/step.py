@@ -79,8 +79,15 @@ class DecodeStep:
     def _forward_inputs(
         self, inputs: ModelInputs, tokens: Tensor, slot_mapping: Tensor, kv_lengths: Sequence[int] | Tensor
     ) -> ForwardInputs:
-        lengths = kv_lengths if isinstance(kv_lengths, Tensor) else tuple(kv_lengths)
-        entries = Entries(self._lengths, lengths, inputs.page_tables, self._prefix_groups, self._prefixes)
+        on_host, on_device = ((), kv_lengths) if isinstance(kv_lengths, Tensor) else (tuple(kv_lengths), None)
+        entries = Entries(
+            self._lengths,
+            on_host,
+            inputs.page_tables,
+            self._prefix_groups,
+            self._prefixes,
+            kv_lengths_on_device=on_device,
+        )
         return ForwardInputs(
             tokens=tokens.reshape(-1),
             positions=inputs.positions,

@@ -68,7 +68,7 @@ class GreedyScore:
     def __call__(self, logits: Tensor) -> Scored:
         """The predictions for rows of logits [n, V]."""
         shard = self._score_shard(logits)
-        ids = self._ids.index_select(0, shard.index)
+        ids = self._ids.index_select(0, shard.column)
         if self._tp.size > 1:
             return self._merge(shard, ids)
         probs = shard.log_share.exp()

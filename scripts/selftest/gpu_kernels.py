@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,15 +189,13 @@ def _product_cases(ops: Ops, s: Sizes, randn: Randn) -> Iterator[Case]:
         operations = 2.0 * s.tokens * inputs * outputs
         expected = x.double() @ weight.double().T
         moved = x.nbytes + weight.nbytes + s.tokens * outputs * x.itemsize
-        yield Case(f"linear, {name}", lambda x=x, weight=weight: ops.linear(x, weight), expected, moved, operations)  # type: ignore[misc]
+        yield Case(f"linear, {name}", partial(ops.linear, x, weight), expected, moved, operations)
         codes, scale = ops.quantize(x)
         int8, by_output = ops.quantize(weight)
         expected = _dequantized(codes, scale).double() @ _dequantized(int8, by_output).double().T
         moved = codes.nbytes + int8.nbytes + s.tokens * outputs * x.itemsize
 
-        def run(given: tuple[Tensor, ...] = (codes, scale, int8, by_output), dtype: torch.dtype = x.dtype) -> Tensor:
-            return ops.quant_linear(*given, None, dtype)
-
+        run = partial(ops.quant_linear, codes, scale, int8, by_output, None, x.dtype)
         yield Case(f"int8 linear, {name}", run, expected, moved, operations, "int8_flops")
 
 

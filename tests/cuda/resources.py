@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,9 @@ def calls_of(run: Callable[[CudaOps], None]) -> list[Call]:
     return calls
 
 
-def step(ops: CudaOps, hidden: int, intermediate: int, heads: int, kv_heads: int, dim: int, vocabulary: int) -> None:
+def step(ops: CudaOps, sizes: tuple[int, int, int, int, int, int]) -> None:
     """Every op of a decoding step, and those of one with int8 layers."""
+    hidden, intermediate, heads, kv_heads, dim, vocabulary = sizes
 
     def empty(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -135,7 +137,7 @@ def compiled(call: Call, architecture: int) -> dict[str, Any]:
 def main() -> None:
     calls: dict[str, Call] = {}
     for sizes in MODELS.values():
-        for call in calls_of(lambda ops, sizes=sizes: step(ops, *sizes)):
+        for call in calls_of(partial(step, sizes=sizes)):
             source, options = source_of(call)
             calls.setdefault(f"{source.hash()} {options}", call)
     jobs = [(call, architecture) for call in calls.values() for architecture in ARCHITECTURES]

@@ -29,7 +29,8 @@ def test_a_replay_takes_new_kv_lengths_and_inputs() -> None:
     q, recorder = randn(8, 6, 16), Recorder()
 
     def step(tensors: Sequence[Tensor], kv_lengths: Sequence[int] | Tensor) -> Tensor:
-        given = Entries(entries.lengths, kv_lengths, entries.page_tables, (0, 0), (0,))  # type: ignore[arg-type]
+        on_device = torch.as_tensor(kv_lengths, dtype=torch.int32)
+        given = Entries(entries.lengths, (), entries.page_tables, (0, 0), (0,), on_device)
         return OPS.attention(tensors[0] * 2, k_cache, v_cache, given) + 1
 
     compiler = CudaGraphs(recorder)

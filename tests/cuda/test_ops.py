@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -132,8 +133,8 @@ def test_kv_write(seed: int, tokens: int, kv_heads: int, dim: int, spread: bool)
     slots = torch.randperm(3 * PAGE_SIZE, generator=generator)[:count].to(torch.int32 if seed % 2 else torch.int64)
     source = torch.randint(tokens, (count,), generator=generator) if spread else None
     got, expected = torch.zeros(2, 2, 3, PAGE_SIZE, kv_heads, dim)
-    OPS.kv_write(k, v, *got, slots, source)
-    definition.kv_write(k, v, *expected, slots, source)
+    OPS.kv_write(k, v, got[0], got[1], slots, source)
+    definition.kv_write(k, v, expected[0], expected[1], slots, source)
     assert torch.equal(got, expected)
 
 
@@ -186,12 +187,9 @@ def test_an_entry_does_not_depend_on_the_others() -> None:
 def test_kv_lengths_may_lie_on_the_device() -> None:
     entries, k_cache, v_cache = paged_step([(0, 8, 33), (0, 8, 100)], (130,), 2, 16, torch.float32)
     q = randn(16, 6, 16)
-    there = Entries(entries.lengths, torch.tensor(entries.kv_lengths, dtype=torch.int32), *_rest(entries))
+    lengths = torch.tensor(entries.kv_lengths, dtype=torch.int32)
+    there = replace(entries, kv_lengths=(), kv_lengths_on_device=lengths)
     assert torch.equal(OPS.attention(q, k_cache, v_cache, there), OPS.attention(q, k_cache, v_cache, entries))
-
-
-def _rest(entries: Entries) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    return entries.page_tables, entries.prefix_groups, entries.prefixes
 
 
 @pytest.mark.parametrize("confidence", ["max_prob", "margin", "neg_entropy"])

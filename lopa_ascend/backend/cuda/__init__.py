@@ -96,7 +96,8 @@ def check_capability(name: str, capability: tuple[int, int]) -> None:
 def free_cuda_memory() -> int:
     """Bytes that are free on the current GPU. Memory that torch caches for itself is given back first."""
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
+    free: int = torch.cuda.mem_get_info()[0]
+    return free
 
 
 def _refusal(found: str, remedy: str) -> ParameterError:

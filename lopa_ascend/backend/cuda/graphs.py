@@ -68,7 +68,8 @@ class StreamCapture:
         torch.cuda.synchronize()
 
     def reserved(self) -> int:
-        return torch.cuda.memory_reserved()
+        reserved: int = torch.cuda.memory_reserved()
+        return reserved
 
 
 class CudaGraphs(Compiler):

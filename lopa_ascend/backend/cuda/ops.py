@@ -222,9 +222,9 @@ class CudaOps:
         """The first layer of a step makes it, and the others find it in the cache. With KV lengths on the device and
         entries of one length it makes no tensor, so a captured step holds none but its own."""
         longest, starts = max(entries.lengths), None
-        kv_lengths = entries.kv_lengths
-        if not isinstance(kv_lengths, Tensor):
-            kv_lengths = self._uploaded(kv_lengths)
+        kv_lengths = entries.kv_lengths_on_device
+        if kv_lengths is None:
+            kv_lengths = self._uploaded(entries.kv_lengths)
         if min(entries.lengths) != longest:
             ends = torch.tensor(entries.lengths).cumsum(0).tolist()
             starts = self._uploaded((0, *ends))
