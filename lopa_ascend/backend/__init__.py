@@ -14,8 +14,8 @@ def load_ops(config: EngineConfig) -> Ops:
     """Opens the configured device as ``open_device`` does, and loads its fused ops.
 
     Raises:
-        ParameterError: ``attention_layout`` has no meaning on this device, or the device does not exist.
-        UnsupportedStackError: the software of the device is missing, or too old for the graph mode.
+        ParameterError: ``attention_layout`` has no meaning on this device, or the device does not exist or is too old.
+        UnsupportedStackError: the software of an NPU is missing, or too old for the graph mode.
     """
     if config.device == "npu":
         from lopa_ascend.backend.npu import load_npu_ops
@@ -23,6 +23,10 @@ def load_ops(config: EngineConfig) -> Ops:
         return load_npu_ops(config.graph_mode, attention_layout=config.attention_layout)
     if config.attention_layout != EngineConfig.attention_layout:
         raise ParameterError("attention_layout", f"is for device npu, and this is device {config.device}")
+    if config.device == "cuda":
+        from lopa_ascend.backend.cuda import load_cuda_ops
+
+        return load_cuda_ops()
     if config.graph_mode == "inductor":
         _check_inductor()
     from lopa_ascend.backend.cpu import load_cpu_ops
@@ -78,18 +82,22 @@ def _check_inductor() -> None:
 
 
 def open_device(device: str) -> None:
-    """Loads what torch needs for "cpu" or "npu", and makes one such device the current one of this process: of several
-    NPUs number LOCAL_RANK of the environment, or 0. Must be called before the ranks meet or anything is allocated
+    """Loads what torch needs for a device, and makes one such device the current one of this process: of several NPUs
+    or GPUs number LOCAL_RANK of the environment, or 0. Must be called before the ranks meet or anything is allocated
     there.
 
     Raises:
-        ParameterError: the device does not exist.
-        UnsupportedStackError: the software of the device is missing or too old.
+        ParameterError: the device does not exist, or is too old.
+        UnsupportedStackError: the software of an NPU is missing or too old.
     """
     if device == "npu":
         from lopa_ascend.backend.npu import open_npu
 
         open_npu()
+    elif device == "cuda":
+        from lopa_ascend.backend.cuda import open_cuda
+
+        open_cuda()
 
 
 def load_profiler(device: str) -> Profiler:
@@ -105,6 +113,10 @@ def load_profiler(device: str) -> Profiler:
 
 def collective_backend(device: str) -> str:
     """The backend of torch.distributed for tensors on a device."""
+    if device == "cuda":
+        from lopa_ascend.backend.cuda import is_interpreted
+
+        return "gloo" if is_interpreted() else "nccl"
     return {"cpu": "gloo", "npu": "hccl"}[device]
 
 

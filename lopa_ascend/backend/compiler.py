@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from lopa_ascend.backend.memory import is_out_of_memory
 
-Step = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
+Step = Callable[[Sequence[Tensor], Any], Tensor]
 """``step(tensors, kv_lengths)``. The KV lengths go to the entries of the attention, all of them in order, and to
-nothing else."""
+nothing else. They are integers of the host, or with CUDA graphs a tensor in the device's memory; see ``Entries``."""
 Run = Callable[[Sequence[int]], Tensor]
 """``run(kv_lengths)`` launches the step of a bucket and waits for nothing. The tensor that it returns holds the result
 until the next launch of any bucket."""

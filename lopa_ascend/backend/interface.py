@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Entries:
     lengths: tuple[int, ...]
     """Queries of each entry; their sum is T."""
     kv_lengths: tuple[int, ...]
-    """For each entry how many positions its queries attend to, from position 0 on."""
+    """For each entry how many positions its queries attend to, from position 0 on; empty if they are on the device."""
     page_tables: Tensor
     """Page ids of each entry in the order of positions, int32 [entries, pages]. Columns after the pages that an entry
     needs hold ids of any pages."""
@@ -43,6 +43,8 @@ class Entries:
     """For each prefix group the length of the prefix that its entries have in common: positions whose keys and values
     are committed, or written alike for all of them by this step. So attention may read the prefix once for the group,
     through the page table of any of its entries. Every entry attends to at least one position after the prefix."""
+    kv_lengths_on_device: Tensor | None = None
+    """The KV lengths in a compiled step of a device whose kernels read them in its memory, int32 [entries]."""
 
     def divided(self, max_queries: int | None) -> Entries:
         """Entries for the same attention, in which every longer entry has become several, each with its KV length and
@@ -62,6 +64,29 @@ class Entries:
             prefix_groups=tuple(self.prefix_groups[index] for index in entry_of_part),
             prefixes=self.prefixes,
         )
+
+
+class RowStats(NamedTuple):
+    """Statistics of n rows of logits, float32 [n] except for ``column``. Shares are given as logarithms, for a share
+    itself may underflow beside ids that are never chosen."""
+
+    best: Tensor
+    """The largest logit of an id that may be chosen."""
+    log_share: Tensor
+    """Logarithm of its share of the row's softmax."""
+    log_total: Tensor
+    """Logarithm of the denominator of the row's softmax."""
+    rest: tuple[Tensor, ...]
+    """What the confidence needs in addition: for "margin" the logarithm of the largest share of another id, for
+    "neg_entropy" the sum of p log p."""
+    column: Tensor
+    """That of ``best``, the first one among equals; an integer."""
+
+
+RowStatsKernel = Callable[[Tensor, Tensor, str], RowStats]
+"""``row_stats(logits, never_chosen, confidence)`` of rows of logits [n, V]. never_chosen, float32 [V], is -inf for
+columns that keep their share but are never chosen, and otherwise 0. A row with a logit that is NaN or +inf has the
+log_total NaN, and any column."""
 
 
 class Ops(Protocol):
@@ -220,6 +245,11 @@ class Ops(Protocol):
         The result of an entry does not depend on the other entries. Its last bits may depend on the length of its
         prefix, because a device may attend to prefix and rest separately and merge the two.
         """
+        ...
+
+    @property
+    def row_stats(self) -> RowStatsKernel | None:
+        """A kernel that makes the statistics of rows of logits for a compiled step, or None: then torch makes them."""
         ...
 
     # ---- memory of compiled steps ----------------------------------------------------------------------------------

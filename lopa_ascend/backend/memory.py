@@ -14,28 +14,40 @@ MAX_CPU_KV_MEMORY = 4 * 2**30
 
 def default_kv_memory(device: str, ranks: int, reserved: int = 0) -> int:
     """Bytes of one rank's KV pool, once its weights are loaded: of what is free beside ``reserved`` bytes, on a CPU one
-    half, at most 4 GiB; on an NPU four fifths, because activations, graphs and collectives need the rest.
+    half, at most 4 GiB; on an NPU or a GPU four fifths, because activations, graphs and collectives need the rest.
 
     Args:
-        device: "cpu" or "npu".
+        device: "cpu", "npu" or "cuda".
         ranks: processes that share the memory of a CPU.
     """
     free = max(0, free_memory(device, ranks) - reserved)
-    return free * 4 // 5 if device == "npu" else min(MAX_CPU_KV_MEMORY, free // 2)
+    return min(MAX_CPU_KV_MEMORY, free // 2) if _is_cpu(device) else free * 4 // 5
 
 
 def free_memory(device: str, ranks: int) -> int:
     """Bytes that this process can allocate on its device.
 
-    A process has an NPU to itself. On a CPU all ranks share what the machine can give without swapping, which includes
-    page cache that can be dropped.
+    A process has an NPU or a GPU to itself. On a CPU all ranks share what the machine can give without swapping, which
+    includes page cache that can be dropped.
     """
     if device == "npu":
         from lopa_ascend.backend.npu import free_npu_memory
 
         return free_npu_memory()
-    assert device == "cpu"
+    if not _is_cpu(device):
+        from lopa_ascend.backend.cuda import free_cuda_memory
+
+        return free_cuda_memory()
     return _free_on_this_machine() // ranks
+
+
+def _is_cpu(device: str) -> bool:
+    """Whether the tensors of a device lie in the memory of the CPU."""
+    if device == "cuda":
+        from lopa_ascend.backend.cuda import is_interpreted
+
+        return is_interpreted()
+    return device == "cpu"
 
 
 def _free_on_this_machine() -> int:

@@ -8,9 +8,13 @@ from lopa_ascend.config.decoding import GraphParams
 from lopa_ascend.config.kinds import INT64_MAX, AnyText, Boolean, Bytes, Choice, Choices, Integer, Number
 from lopa_ascend.config.settings import DERIVED, ParameterError, Section, check_settings, declare, settings
 
-GRAPH_MODES_BY_DEVICE = {"cpu": ("eager", "inductor"), "npu": ("npugraph_ex", "ge", "eager")}
+GRAPH_MODES_BY_DEVICE = {
+    "cpu": ("eager", "inductor"),
+    "npu": ("npugraph_ex", "ge", "eager"),
+    "cuda": ("cuda_graphs", "eager"),
+}
 """How each kind of device can run decoding steps; the first mode is its default."""
-GRAPH_MODES = tuple(dict.fromkeys(("eager", *GRAPH_MODES_BY_DEVICE["npu"], *GRAPH_MODES_BY_DEVICE["cpu"])))
+GRAPH_MODES = tuple(dict.fromkeys(("eager", *(mode for modes in GRAPH_MODES_BY_DEVICE.values() for mode in modes))))
 """Every graph mode of some device."""
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("w8a8",)
@@ -87,8 +91,8 @@ class EngineConfig:
         Bytes(1),
         "size of the KV pages, in bytes or e.g. 512MiB",
         group=Section.ENGINE,
-        default_text="what the other limits can use; at most 4GiB and half of the free memory, or on an NPU "
-        "four fifths of the memory that is free beside the weights and the scores of the largest graph",
+        default_text="what the other limits can use; at most 4GiB and half of the free memory, or on an NPU or a "
+        "GPU four fifths of the memory that is free beside the weights and the scores of the largest graph",
     )
     max_num_seqs: int = declare(
         32,
@@ -148,9 +152,10 @@ class EngineConfig:
     graph_mode: str = declare(
         DERIVED,
         Choice(GRAPH_MODES),
-        "how decoding steps run: eager, or compiled (on an NPU by npugraph_ex or ge, on a CPU by inductor)",
+        "how decoding steps run: eager, or compiled (on an NPU by npugraph_ex or ge, on a GPU by cuda_graphs, on a CPU "
+        "by inductor)",
         group=Section.GRAPHS,
-        default_text="npugraph_ex on an NPU, eager on a CPU",
+        default_text="npugraph_ex on an NPU, cuda_graphs on a GPU, eager on a CPU",
     )
     graph_window_blocks: int = declare(
         8, Integer(2, 4096), "blocks of the largest window that a graph is compiled for", group=Section.GRAPHS

@@ -140,7 +140,7 @@ class Engine:
         num_pages = self.mesh.world.minimum(own_pages, "start")
         num_padding_pages = prepared.graph_plan.num_padding_pages if prepared.graph_plan else 0
         try:
-            return KVPool(shape, num_pages, dtype, self.config.device, num_padding_pages), page_bytes
+            return KVPool(shape, num_pages, dtype, str(model.ops.device), num_padding_pages), page_bytes
         except RuntimeError as error:  # torch.OutOfMemoryError, or on a CPU its base class
             size = format_size((num_pages + num_padding_pages) * page_bytes)
             raise ParameterError("kv_cache_memory", f"{size} cannot be allocated; choose less") from error
@@ -184,7 +184,7 @@ class Engine:
 
     @property
     def device(self) -> str:
-        """The kind of device: "cpu" or "npu"."""
+        """The kind of device: "cpu", "npu" or "cuda"."""
         return self.config.device
 
     # ---- requests --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,10 @@ class ModelSource(ABC):
     @abstractmethod
     def identity(self) -> object:
         """What the model's compiled steps depend on. Its ``repr`` is part of the key of graphs kept on disk."""
+
+    @abstractmethod
+    def weight_bytes(self, ranks: int) -> int:
+        """Bytes of the weights of one of ``ranks`` ranks that split the model, without padding."""
 
     @abstractmethod
     def load(self, ops: Ops, tp: Group, num_positions: int) -> Model:
@@ -129,13 +134,22 @@ class SplitSource(ModelSource):
     def identity(self) -> object:
         return self.config, self._int8_modules
 
+    def weight_bytes(self, ranks: int) -> int:
+        size = getattr(torch, checkpoint.with_dtype(self.config, self._options.dtype).dtype).itemsize
+        total = 0
+        for spec in self._checkpoint.expected.specs.values():
+            is_int8 = spec.row.linear is not None and spec.module in self._int8_modules
+            share = 1 if spec.split_axis is None else ranks
+            total += math.prod(spec.shape) * (1 if is_int8 else size) // share
+        return total
+
     def load(self, ops: Ops, tp: Group, num_positions: int) -> Model:
         options = self._options
         config, weights = checkpoint.load(
             self._checkpoint,
             lora=options.lora,
             dtype=options.dtype,
-            device=options.device,
+            device=str(ops.device),
             shard=checkpoint.Shard(tp.rank, tp.size),
             int8=options.int8_layers(),
         )
@@ -179,11 +193,14 @@ class PlainSource(ModelSource):
     def identity(self) -> object:
         return self.config, self._trace.digest
 
+    def weight_bytes(self, ranks: int) -> int:
+        return sum(tensor.nbytes for tensor in self._module.state_dict().values())
+
     def load(self, ops: Ops, tp: Group, num_positions: int) -> Model:
         from lopa_ascend.graph.fusion.model import fuse_model  # imports sympy as well
 
         options = self._options
         dtypes = {name: tensor.dtype for name, tensor in self._module.state_dict().items()}
-        _, tensors = checkpoint.load(self._checkpoint, lora=options.lora, dtypes=dtypes, device=options.device)
+        _, tensors = checkpoint.load(self._checkpoint, lora=options.lora, dtypes=dtypes, device=str(ops.device))
         tensors |= {name: tensors[original] for name, original in self._checkpoint.expected.copies.items()}
         return fuse_model(self.config, self._module, self._trace, tensors, ops)

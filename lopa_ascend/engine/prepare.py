@@ -10,11 +10,12 @@ from pathlib import Path
 
 from lopa_ascend.backend import checked_ops, load_ops
 from lopa_ascend.backend.interface import Ops
-from lopa_ascend.backend.memory import default_kv_memory
+from lopa_ascend.backend.memory import default_kv_memory, free_memory
 from lopa_ascend.checkpoint import with_dtype
 from lopa_ascend.config import DecodingParams, EngineConfig, Limits, ModelConfig, ParameterError
 from lopa_ascend.config.engine import DEFAULT_MODEL_LEN
 from lopa_ascend.config.families import FAMILIES
+from lopa_ascend.config.kinds import format_size
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.models import ModelSource, open_model
 from lopa_ascend.graph.setup import GraphPlan, plan_graphs
@@ -95,6 +96,8 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     max_num_batched_tokens = config.max_num_batched_tokens or max(4096, max_model_len)
     ops, layout = checked_ops(ops, config, model, with_dtype(model, config.dtype).dtype, max_model_len)
     config = replace(config, attention_layout=layout)
+    if config.device == "cuda":
+        _check_memory(model_source.weight_bytes(config.tensor_parallel_size), free_memory("cuda", config.world_size))
     graph_plan = None
     if config.graph_mode != "eager":
         identity = model_source.identity, max_model_len, num_token_ids, mesh.tp.rank, mesh.bp.rank
@@ -114,6 +117,21 @@ def _check_profile_dir(config: EngineConfig) -> None:
         raise ParameterError("profile_dir", f"{config.profile_dir} cannot be a folder ({error.strerror})") from error
     if not os.access(config.profile_dir, os.W_OK | os.X_OK):
         raise ParameterError("profile_dir", f"this user may not write to {config.profile_dir}")
+
+
+def _check_memory(needed: int, free: int) -> None:
+    """Refuses a GPU that cannot hold this rank's weights.
+
+    Args:
+        needed: bytes of the weights.
+        free: bytes of the GPU.
+    """
+    if needed > free:
+        message = (
+            f"the weights of a rank take {format_size(needed)}, and the GPU has {format_size(free)} free; choose a "
+            "larger tensor_parallel_size, or quantization w8a8"
+        )
+        raise ParameterError("device", message)
 
 
 def _check_split(config: EngineConfig, model: ModelConfig) -> None:
@@ -163,7 +181,8 @@ def choose_num_pages(config: EngineConfig, prepared: Prepared, model: Model, pag
     useful = max(config.max_num_seqs * usual_slots, most_slots) * pages_for(prepared.max_model_len)
     reserved, graphs = 0, prepared.graph_plan
     if graphs is not None:
-        scores = graphs.score_memory(model.local_vocab_size, model.head.dtype, config.graph_params.confidence)
+        confidence, has_kernel = config.graph_params.confidence, model.ops.row_stats is not None
+        scores = graphs.score_memory(model.local_vocab_size, model.head.dtype, confidence, has_kernel)
         reserved = graphs.num_padding_pages * page_bytes + scores
         if config.device == "npu":
             useful = max(useful, graphs.num_attention_pages)

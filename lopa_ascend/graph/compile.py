@@ -34,6 +34,10 @@ def load_compiler(device: str, mode: str, *, key: str, cache_dir: str | Path | N
         from lopa_ascend.backend.npu.compiler import load_npu_compiler
 
         return load_npu_compiler(mode, key, directory)
+    if device == "cuda":
+        from lopa_ascend.backend.cuda import load_cuda_compiler
+
+        return load_cuda_compiler()
     from lopa_ascend.backend.inductor import Inductor
 
     return Inductor(directory)

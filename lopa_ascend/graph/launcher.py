@@ -81,7 +81,8 @@ class Launcher:
         only."""
         few, compiler = self._write([], []), self._graphs.compiler
         most = [self.bucket.pages * PAGE_SIZE] * len(few)
-        self._run = compiler.compile(self._step, self.bucket.name, self._tensors, few)
+        with self._step.bp.ledger.paused():  # a rank's groups share one
+            self._run = compiler.compile(self._step, self.bucket.name, self._tensors, few)
         compiler.try_out(self._run, self.bucket.name, (few, most))
 
     def launch(self, sequences: List[Sequence], views: List[HostView], probe: Probe) -> Callable[[], Tensor]:

@@ -57,16 +57,18 @@ class GraphPlan:
         tables. With fewer, each layer takes several launches."""
         return max(math.prod(bucket.shape("all_entries pages")) for bucket in self.buckets.declared)
 
-    def score_memory(self, vocabulary: int, dtype: torch.dtype, confidence: str) -> int:
-        """Bytes that the scores of the largest step take: its logits, and two or three float32 tensors of that size.
+    def score_memory(self, vocabulary: int, dtype: torch.dtype, confidence: str, has_kernel: bool) -> int:
+        """Bytes that the scores of the largest step take: its logits and, unless one kernel reads these once, two or
+        three float32 tensors of that size.
 
         Args:
             vocabulary: token ids of this rank.
             dtype: of the logits.
             confidence: see ``DecodingParams.confidence``.
+            has_kernel: whether there is ``Ops.row_stats``.
         """
         num_rows = max(bucket.tokens for bucket in self.buckets.declared)
-        num_tensors = 3 if confidence == "neg_entropy" else 2
+        num_tensors = 0 if has_kernel else 3 if confidence == "neg_entropy" else 2
         return num_rows * vocabulary * (dtype.itemsize + num_tensors * torch.float32.itemsize)
 
 
@@ -130,13 +132,13 @@ def build_executor(
         GraphError: the device has no room for so many graphs.
     """
     own_ids = range(model.first_token_id, model.first_token_id + model.local_vocab_size)
-    mask, device = model.config.mask_token_id, model.ops.device
+    mask = model.config.mask_token_id
     graphs = Graphs(
         shape=plan.shape,
         buckets=plan.buckets,
         params=config.graph_params,
         compiler=plan.compiler,
-        score=GreedyScore(own_ids, mask, num_token_ids, model.tp, device, config.graph_params.confidence),
+        score=GreedyScore(own_ids, mask, num_token_ids, model.tp, model.ops, config.graph_params.confidence),
         num_seats=config.max_num_seqs,
         first_padding_position=pool.num_pages * PAGE_SIZE,
         ahead=not plan.shape.full_attention,

@@ -44,12 +44,12 @@ class DecodeStep:
         # The compiler of torch 2.10 cannot trace properties of a NamedTuple.
         self._cells, self._max_cells = bucket.cells, bucket.max_cells
 
-    def __call__(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Tensor:
+    def __call__(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int] | Tensor) -> Tensor:
         """Runs the step; it is what a compiler compiles.
 
         Args:
             tensors: see ``tensors.flatten``.
-            kv_lengths: keys that each attention entry sees [A].
+            kv_lengths: keys that each attention entry sees [A]; see ``Entries``.
 
         Returns:
             A ``StepOutput`` as int32, one tensor after the other; see ``tensors.view_output``.
@@ -79,10 +79,17 @@ class DecodeStep:
         return torch.cat([column.reshape(-1) for column in (winner.int(), after.tokens, *bits)])
 
     def _forward_inputs(
-        self, inputs: ModelInputs, tokens: Tensor, slot_mapping: Tensor, kv_lengths: Sequence[int]
+        self, inputs: ModelInputs, tokens: Tensor, slot_mapping: Tensor, kv_lengths: Sequence[int] | Tensor
     ) -> ForwardInputs:
-        page_tables = inputs.page_tables
-        entries = Entries(self._lengths, tuple(kv_lengths), page_tables, self._prefix_groups, self._prefixes)
+        on_host, on_device = ((), kv_lengths) if isinstance(kv_lengths, Tensor) else (tuple(kv_lengths), None)
+        entries = Entries(
+            self._lengths,
+            on_host,
+            inputs.page_tables,
+            self._prefix_groups,
+            self._prefixes,
+            kv_lengths_on_device=on_device,
+        )
         return ForwardInputs(
             tokens=tokens.reshape(-1),
             positions=inputs.positions,

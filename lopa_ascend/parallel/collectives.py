@@ -39,6 +39,13 @@ class Ledger:
         self._calls[purpose] = self._calls.get(purpose, 0) + calls
         self._num_bytes[purpose] = self._num_bytes.get(purpose, 0) + num_bytes
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Counts nothing inside the ``with``."""
+        calls, num_bytes = dict(self._calls), dict(self._num_bytes)
+        yield
+        self._calls, self._num_bytes = calls, num_bytes
+
     def traffic(self) -> tuple[Traffic, ...]:
         """The totals since the start, sorted by purpose."""
         return tuple(

@@ -31,6 +31,8 @@ MEETING_TIMEOUT = timedelta(minutes=2)
 """Most time for ranks that are all there to connect by gloo. Meanwhile none of them notices that another has ended."""
 LEAST_MEETING_TIMEOUT = timedelta(seconds=10)
 """What they get at least, on a busy machine, however soon a rank that hangs is given up."""
+RESETTABLE = ("gloo", "nccl")
+"""Backends whose timeout can be changed."""
 EXPLANATION_TIMEOUT = 2.0
 """Seconds in which the watch should find the rank that made a collective fail."""
 
@@ -66,11 +68,13 @@ def exec_timeout(config: EngineConfig) -> int:
 def creation_timeout(backend: str, meeting: timedelta, timeout: int) -> timedelta:
     """The timeout with which a group is made.
 
-    ``_set_timeout`` sets gloo's later. HCCL's cannot be changed, and once it is over torch_npu ends the process; so it
-    is longer than ``timeout`` seconds, after which HCCL reports the error itself.
+    ``_set_timeout`` sets gloo's and NCCL's later. HCCL's cannot be changed, and once it is over torch_npu ends the
+    process; so it is longer than ``timeout`` seconds, after which HCCL reports the error itself.
     """
     if backend == "gloo":
         return meeting
+    if backend == "nccl":
+        return START_TIMEOUT
     return max(START_TIMEOUT, timedelta(seconds=timeout) + MEETING_TIMEOUT)
 
 
@@ -276,9 +280,9 @@ class Mesh:
         self._set_timeout(self._timeout)
 
     def _set_timeout(self, timeout: timedelta) -> None:
-        """Sets how long collectives may take, where they are gloo's."""
+        """Sets how long collectives may take, where they are gloo's or NCCL's."""
         for group in (self.tp, self.bp, self.world):
-            if group.process_group is not None and dist.get_backend(group.process_group) == "gloo":
+            if group.process_group is not None and dist.get_backend(group.process_group) in RESETTABLE:
                 dist.distributed_c10d._set_pg_timeout(timeout, group.process_group)
 
     # ---- while it runs ---------------------------------------------------------------------------------------------

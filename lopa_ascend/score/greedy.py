@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lopa_ascend.backend.interface import Ops, RowStats
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.score.reductions import columns_of
 from lopa_ascend.types import Traffic
@@ -33,23 +34,6 @@ class Scored(NamedTuple):
     """float32 [n]; for "max_prob" the same tensor as ``probs``."""
 
 
-class _ShardStats(NamedTuple):
-    """One shard's statistics of n rows of logits, float32 [n] except for ``ids``. Shares are given as logarithms, for a
-    share itself may underflow beside ids that are never chosen."""
-
-    best: Tensor
-    """The largest logit of an id that may be chosen."""
-    log_share: Tensor
-    """Logarithm of its share of the shard's softmax."""
-    log_total: Tensor
-    """Logarithm of the denominator of the shard's softmax."""
-    rest: tuple[Tensor, ...]
-    """What the confidence needs in addition: for "margin" the logarithm of the largest share of another id, for
-    "neg_entropy" the sum of p log p."""
-    ids: Tensor
-    """Token id that ``best`` belongs to, int32."""
-
-
 class GreedyScore:
     """Scores logits [n, V] of this rank's part of the vocabulary; all ranks get the same predictions.
 
@@ -66,13 +50,14 @@ class GreedyScore:
     """
 
     def __init__(
-        self, ids: range, mask: int, num_token_ids: int, tp: Group, device: torch.device, confidence: str = "max_prob"
+        self, ids: range, mask: int, num_token_ids: int, tp: Group, ops: Ops, confidence: str = "max_prob"
     ) -> None:
-        self._tp, self._confidence = tp, confidence
+        self._tp, self._confidence, self._kernel, device = tp, confidence, ops.row_stats, ops.device
         own = torch.arange(ids.start, ids.stop, dtype=torch.int32)
         never_chosen = (own == mask) | (own >= num_token_ids)
         self._has_choice = not bool(never_chosen.all())
         self._ids = own.to(device)
+        never_chosen &= self._has_choice
         self._never_chosen = torch.zeros(len(ids)).masked_fill(never_chosen, -math.inf).to(device)
         self._shard_index = torch.arange(tp.size)[:, None].to(device)  # [shards, 1]
 
@@ -84,26 +69,29 @@ class GreedyScore:
     def __call__(self, logits: Tensor) -> Scored:
         """The predictions for rows of logits [n, V]."""
         shard = self._score_shard(logits)
+        ids = self._ids.index_select(0, shard.column)
         if self._tp.size > 1:
-            return self._merge(shard)
+            return self._merge(shard, ids)
         probs = shard.log_share.exp()
         if self._confidence == "margin":
-            return Scored(shard.ids, probs, probs - shard.rest[0].exp())
-        return Scored(shard.ids, probs, shard.rest[0] if shard.rest else probs)
+            return Scored(ids, probs, probs - shard.rest[0].exp())
+        return Scored(ids, probs, shard.rest[0] if shard.rest else probs)
 
-    def _score_shard(self, logits: Tensor) -> _ShardStats:
+    def _score_shard(self, logits: Tensor) -> RowStats:
+        if self._kernel is not None:
+            return self._kernel(logits, self._never_chosen, self._confidence)
         wide = logits.float()
         choosable = wide + self._never_chosen if self._has_choice else wide
         best, index = choosable.max(-1, keepdim=True)
         log_shares = torch.log_softmax(wide, -1)
         log_share = columns_of(log_shares, index)
-        ids = self._ids.index_select(0, index.view(-1))
         log_total = best - log_share
-        rest = self._rest(log_shares, ids)
-        return _ShardStats(best.view(-1), log_share.view(-1), log_total.view(-1), rest, ids)
+        index = index.view(-1)
+        rest = self._rest(log_shares, self._ids.index_select(0, index))
+        return RowStats(best.view(-1), log_share.view(-1), log_total.view(-1), rest, index)
 
     def _rest(self, log_shares: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-        """``_ShardStats.rest``.
+        """``RowStats.rest``.
 
         Args:
             log_shares: logarithm of the shard's softmax, float32 [n, V].
@@ -116,11 +104,15 @@ class GreedyScore:
             return ((log_shares.exp() * log_shares).sum(-1),)
         return ()
 
-    def _merge(self, shard: _ShardStats) -> Scored:
-        """The predictions of all shards together."""
+    def _merge(self, shard: RowStats, own_ids: Tensor) -> Scored:
+        """The predictions of all shards together.
+
+        Args:
+            own_ids: the token ids of this rank's best, int32 [n].
+        """
         best = shard.best if self._has_choice else torch.full_like(shard.best, -math.inf)
         columns = (best, shard.log_share, shard.log_total, *shard.rest)
-        message = torch.stack([*(column.view(torch.int32) for column in columns), shard.ids])
+        message = torch.stack([*(column.view(torch.int32) for column in columns), own_ids])
         *bits, ids = self._tp.all_gather(message, PURPOSE).unbind(1)  # [shards, n] each
         best, log_share, log_total, *rest = (column.view(torch.float32) for column in bits)
         winning_shard = best.argmax(0).view(1, -1)

@@ -119,7 +119,7 @@ class RankStep:
         self.caches = sample.caches.to(ops.device)
         shard = -(-VOCABULARY // tp.size)
         ids = range(tp.rank * shard, min((tp.rank + 1) * shard, VOCABULARY))
-        self._score = GreedyScore(ids, MASK, VOCABULARY, tp, ops.device)
+        self._score = GreedyScore(ids, MASK, VOCABULARY, tp, ops)
         self._inputs = [
             (of_layers.on(ops), logits.roll(bp.rank, 0)[:, ids.start : ids.stop].to(ops.device))
             for of_layers, logits in sample.inputs

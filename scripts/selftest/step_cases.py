@@ -17,7 +17,7 @@ from lopa_ascend.score.merge import merge_scores
 from lopa_ascend.score.shards import shard_scores
 from lopa_ascend.types import KVShape, Scoring
 from scripts.selftest.captures import Captures
-from scripts.selftest.cases import BLOCK, CAPTURED, DIM, HIDDEN, KV_HEADS, TOKENS, Case, randn
+from scripts.selftest.cases import BLOCK, CAPTURED, CPU, DIM, HIDDEN, KV_HEADS, TOKENS, Case, randn
 
 VOCABULARY, MASK = 152064, 151666
 """Of Dream-7B."""
@@ -102,7 +102,7 @@ def captured_step_cases(ops: Ops) -> Iterator[Case]:
     tensors = [x.to(ops.device) for x in inputs]
     hidden, states = (torch.zeros(TOKENS + 1, width, dtype=dtype) for width, dtype in WRITTEN)
     npu_hidden, npu_states = hidden.to(ops.device), states.to(ops.device)
-    score = GreedyScore(range(VOCABULARY), MASK, VOCABULARY, Group(), ops.device)
+    score = GreedyScore(range(VOCABULARY), MASK, VOCABULARY, Group(), ops)
 
     def step(_: Sequence[int]) -> list[Tensor]:
         logits, rows, values, packed = tensors
@@ -120,7 +120,7 @@ def captured_step_cases(ops: Ops) -> Iterator[Case]:
         return [*replay([]), npu_hidden, npu_states.cpu().view(torch.int32)]
 
     logits, rows, values, packed = later
-    scored = GreedyScore(range(VOCABULARY), MASK, VOCABULARY, Group(), torch.device("cpu"))(logits)
+    scored = GreedyScore(range(VOCABULARY), MASK, VOCABULARY, Group(), CPU)(logits)
     hidden[rows] = values
     states[rows] = packed.view(torch.float32)
     chosen = logits.gather(1, scored.ids.long()[:, None]).view(-1).float()

@@ -72,7 +72,7 @@ class Sample:
         self.model = Dream(config, own, ops, group)
         first = self.model.first_token_id
         ids = range(first, first + self.model.local_vocab_size)
-        self.score = GreedyScore(ids, config.mask_token_id, NUM_TOKENS, group, ops.device)
+        self.score = GreedyScore(ids, config.mask_token_id, NUM_TOKENS, group, ops)
         self.device = str(ops.device)
         _, self.num_pages = paged_entries(BLOCKS, KV_LENGTHS)
         shape = (2, config.num_layers, self.num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)

@@ -153,7 +153,7 @@ class Sample:
             self.model = (Sdar if variant.norms_heads else Dream)(config, weights, variant.ops, group)
         first = self.model.first_token_id
         ids = range(first, first + self.model.local_vocab_size)
-        self.score = GreedyScore(ids, MASK, NUM_TOKENS, group, variant.ops.device)
+        self.score = GreedyScore(ids, MASK, NUM_TOKENS, group, variant.ops)
         shape = (num_pages, PAGE_SIZE, own.num_kv_heads, config.head_dim)
         self.k_caches, self.v_caches = (
             [torch.empty(shape, dtype=torch.bfloat16, device="npu") for _ in range(num_layers)] for _ in range(2)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.score.greedy import GreedyScore, Scored
 from lopa_ascend.score.merge import merge_scores
@@ -21,7 +22,7 @@ from lopa_ascend.types import Scoring
 
 VOCAB, MASK, TOKENS, ROWS = 331, 150, 310, 40
 SPLITS = [[], [TOKENS], [MASK, MASK + 1, TOKENS + 5], [3, 4, 200], [100, 200, 300]]
-CPU = torch.device("cpu")
+CPU = CpuOps()
 
 
 @dataclass

@@ -20,10 +20,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 
 
 def test_devices_are_described_whole_and_with_sources():
-    assert devices.known_devices() == ("910c", "h200")
+    assert devices.known_devices() == ("910c", "h200", "h100", "b200", "rtx4090")
     for name in devices.known_devices():
         assert load_device(name).high.memory_efficiency < 1
-    with pytest.raises(DeviceError, match="910c, h200"):
+    with pytest.raises(DeviceError, match="910c, h200, h100, b200, rtx4090"):
         load_device("910d")
 
 

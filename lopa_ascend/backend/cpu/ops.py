@@ -51,6 +51,8 @@ class CpuOps:
         packs_weights: ``packed`` packs weights where that is faster. Compiled steps cannot read packed weights.
     """
 
+    row_stats = None
+
     def __init__(self, *, packs_weights: bool = False) -> None:
         keep_freed_memory()
         self.gathered_bytes = 0

@@ -53,6 +53,8 @@ class NpuOps:
         ValueError: the layout is unknown.
     """
 
+    row_stats = None
+
     def __init__(self, *, attention_layout: str = "TND"):
         if attention_layout not in ATTENTION_LAYOUTS:
             choices = ", ".join(ATTENTION_LAYOUTS)

@@ -35,8 +35,9 @@ def versions() -> dict[str, str]:
 
 
 def _own_dies() -> list[str]:
-    """The dies that Ray has given to this actor; none on a CPU."""
-    return [str(die) for die in ray.get_runtime_context().get_accelerator_ids().get("NPU", [])]
+    """The dies or GPUs that Ray has given to this actor; none on a CPU."""
+    by_kind = ray.get_runtime_context().get_accelerator_ids()
+    return [str(die) for kind in ("NPU", "GPU") for die in by_kind.get(kind, [])]
 
 
 def _rank_environment(rank: int, config: EngineConfig, placement: Placement, host: str, port: int) -> dict[str, str]:

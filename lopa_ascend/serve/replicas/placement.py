@@ -8,12 +8,12 @@ from typing import Any
 
 from lopa_ascend.config import EngineConfig, ParameterError
 
-RESOURCES = {"cpu": "CPU", "npu": "NPU"}
+RESOURCES = {"cpu": "CPU", "npu": "NPU", "cuda": "GPU"}
 """By device: what Ray calls that of which a rank needs some."""
 
 
 def rank_needs(config: EngineConfig) -> int:
-    """How much of the device's resource one rank takes: a die, or as many cores as it has threads."""
+    """How much of the device's resource one rank takes: a die or a GPU, or as many cores as it has threads."""
     return (config.threads or 1) if config.device == "cpu" else 1
 
 
@@ -21,6 +21,8 @@ def actor_options(config: EngineConfig) -> dict[str, Any]:
     """What Ray must keep for the actor of one rank."""
     if config.device == "cpu":
         return {"num_cpus": rank_needs(config)}
+    if config.device == "cuda":
+        return {"num_cpus": 0, "num_gpus": rank_needs(config)}
     return {"num_cpus": 0, "resources": {RESOURCES[config.device]: rank_needs(config)}}
 
 

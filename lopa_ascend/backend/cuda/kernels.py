@@ -1,0 +1,283 @@
+"""The Triton kernels of the CUDA backend.
+
+Every kernel computes in float32 and rounds once, as ``backend/cpu/definition.py`` says, and no row or attention entry
+depends on those beside it: a program handles whole rows, or a tile whose rows are products and sums of their own.
+Letters for sizes are those of ``backend/interface.py``. Sizes that change from step to step are not specialised, so
+that serving compiles nothing.
+"""
+
+# Triton reads the annotations, so they must not become texts: no "from __future__ import annotations" here.
+import triton
+import triton.language as tl
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def magnitudes(x):
+    """|x|, and infinity for NaN. A scale of infinity makes the whole row NaN where it is used: maxima skip NaN."""
+    return tl.where(x != x, float("inf"), tl.abs(x))
+
+
+@triton.jit
+def as_codes(x, scale):
+    """x / scale as int8, rounded half to even: beside 1.5 * 2^23 a float32 has no room for a fraction."""
+    quotient = tl.div_rn(x, tl.where(scale == 0, 1.0, scale) + tl.zeros_like(x))
+    rounded = (tl.minimum(tl.maximum(quotient, -127.0), 127.0) + 12582912.0) - 12582912.0
+    return rounded.to(tl.int8)
+
+
+@triton.jit(do_not_specialize=["size"])
+def norm_rows(
+    x, residual, weight, out, scales, size, eps,
+    ADDS: tl.constexpr, QUANTIZES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm of one row of x, or of x + residual, which then replaces the residual; as int8 if QUANTIZES."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    at = row * size + column
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if ADDS:
+        other = tl.load(residual + at, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
+        tl.store(residual + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    mean = tl.sum(wide * wide) / size
+    normed = wide / tl.sqrt_rn(mean + eps) * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if QUANTIZES:
+        scale = tl.div_rn(tl.max(magnitudes(normed)), 127.0)
+        tl.store(out + at, as_codes(normed, scale), mask=inside)
+        tl.store(scales + row, scale)
+    else:
+        tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated(gate_up, row, column, size, inside):
+    """silu(gate) * up of columns of one row [2 * size], rounded to its dtype."""
+    gate = tl.load(gate_up + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate)) * up).to(gate_up.dtype.element_ty)
+
+
+@triton.jit(do_not_specialize=["size"])
+def swiglu_rows(gate_up, out, size, BLOCK: tl.constexpr):
+    """SwiGLU of BLOCK columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    tl.store(out + row * size + column, gated(gate_up, row, column, size, inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["size"])
+def quantize_rows(x, codes, scales, size, GATES: tl.constexpr, BLOCK: tl.constexpr):
+    """One row of x as int8, or of SwiGLU of x if GATES. It is read twice, for its scale and for its codes: the second
+    time from the cache, so that a row of any length fits into registers."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = 0.0
+    for begin in range(0, size, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < size
+        if GATES:
+            value = gated(x, row, column, size, inside).to(tl.float32)
+        else:
+            value = tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(magnitudes(tl.where(inside, value, 0.0))))
+    scale = tl.div_rn(largest, 127.0)
+    tl.store(scales + row, scale)
+    for begin in range(0, size, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < size
+        if GATES:
+            value = gated(x, row, column, size, inside).to(tl.float32)
+        else:
+            value = tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(codes + row * size + column, as_codes(value, scale), mask=inside)
+
+
+@triton.jit(do_not_specialize=["row_stride", "heads"])
+def rope_heads(
+    x, weight, cos, sin, out, row_stride, heads, eps,
+    SHARED: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """Rotates some heads of one token, and norms each before if there is a weight.
+
+    SHARED: all heads have the angles of row 0 of the tables [T, 1 or heads, HALF].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = (head < heads) & (pair < HALF)
+    at = token * row_stride + head * (2 * HALF) + pair
+    left = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        mean = (tl.sum(left * left, 1) + tl.sum(right * right, 1)) / (2 * HALF)
+        root = tl.sqrt_rn(mean + eps)[:, None]
+        left = left / root * tl.load(weight + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+        right = right / root * tl.load(weight + HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    if SHARED:
+        angle = token * HALF + pair + head * 0
+    else:
+        angle = (token * heads + head) * HALF + pair
+    c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+    target = out + (token * heads + head) * (2 * HALF) + pair
+    tl.store(target, (left * c - right * s).to(out.dtype.element_ty), mask=inside)
+    tl.store(target + HALF, (right * c + left * s).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["k_stride", "v_stride"])
+def write_rows(k, v, k_cache, v_cache, slots, sources, k_stride, v_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes the keys and values of one token to one flat cache position."""
+    index = tl.program_id(0)
+    slot = tl.load(slots + index).to(tl.int64)
+    token = index.to(tl.int64)
+    if sources is not None:
+        token = tl.load(sources + index).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    tl.store(k_cache + slot * SIZE + column, tl.load(k + token * k_stride + column, mask=inside), mask=inside)
+    tl.store(v_cache + slot * SIZE + column, tl.load(v + token * v_stride + column, mask=inside), mask=inside)
+
+
+# ---- int8 product ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows"])
+def multiply_int8(
+    codes, scales, weight, weight_scales, bias, out, rows, outputs, inputs,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+):  # fmt: skip
+    """A tile of int8 codes [rows, inputs] times the transpose of an int8 weight [outputs, inputs], scaled. Sums of
+    integers are exact, so no tile size changes a bit."""
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    output = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    step = tl.arange(0, BLOCK_INPUTS)
+    a = codes + row.to(tl.int64)[:, None] * inputs + step[None, :]
+    b = weight + output.to(tl.int64)[None, :] * inputs + step[:, None]
+    total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.int32)
+    for begin in range(0, inputs, BLOCK_INPUTS):
+        left = inputs - begin
+        x = tl.load(a + begin, mask=(row[:, None] < rows) & (step[None, :] < left), other=0)
+        w = tl.load(b + begin, mask=(output[None, :] < outputs) & (step[:, None] < left), other=0)
+        total = tl.dot(x, w, total, out_dtype=tl.int32)
+    by_output = tl.load(weight_scales + output, mask=output < outputs, other=0.0)
+    by_row = tl.load(scales + row, mask=row < rows, other=0.0)
+    value = total.to(tl.float32) * by_output[None, :] * by_row[:, None]
+    if bias is not None:
+        value += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+    inside = (row[:, None] < rows) & (output[None, :] < outputs)
+    at = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["q_stride", "table_stride", "length"])
+def attend_tile(
+    q, k_cache, v_cache, out, tables, kv_lengths, starts, q_stride, table_stride, length, scale,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Attention of some queries of one entry and one KV head, read from pages where they lie.
+
+    A row of the tile is one query of one of the GROUP query heads that share the KV head, so each key is read once for
+    all of them. BLOCK_KEYS divides PAGE: a block of keys lies in one page.
+
+    starts: the first query of each entry, and the number of all [entries + 1]; None if each has ``length`` of them.
+    scale: of the scores, times log2(e), because powers of 2 are what the device computes.
+    """
+    entry, head = tl.program_id(1), tl.program_id(2)
+    if starts is not None:
+        first = tl.load(starts + entry)
+        count = tl.load(starts + entry + 1) - first
+    else:
+        first, count = entry * length, length
+    begin_row = tl.program_id(0) * BLOCK_ROWS
+    if begin_row >= count * GROUP:
+        return
+    row = begin_row + tl.arange(0, BLOCK_ROWS)
+    d = tl.arange(0, BLOCK_DIM)
+    token = (first + row // GROUP).to(tl.int64)
+    own_head = head * GROUP + row % GROUP
+    in_row = (row < count * GROUP)[:, None] & (d < DIM)[None, :]
+    query = tl.load(q + token[:, None] * q_stride + own_head[:, None] * DIM + d[None, :], mask=in_row, other=0.0)
+    num_keys = tl.load(kv_lengths + entry)
+    # Not -inf, which cannot be subtracted from itself.
+    highest = tl.full((BLOCK_ROWS,), -3.0e38, tl.float32)
+    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    mixed = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+    key = tl.arange(0, BLOCK_KEYS)
+    for begin in range(0, num_keys, BLOCK_KEYS):
+        page = tl.load(tables + entry.to(tl.int64) * table_stride + begin // PAGE).to(tl.int64)
+        at = ((page * PAGE + begin % PAGE + key) * KV_HEADS + head) * DIM
+        is_seen = begin + key < num_keys
+        # Keys and values after the last may be NaN, so they are not read.
+        seen = is_seen[:, None] & (d < DIM)[None, :]
+        k = tl.load(k_cache + at[:, None] + d[None, :], mask=seen, other=0.0)
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(highest - higher)
+        total = total * fade + tl.sum(weights, 1)
+        v = tl.load(v_cache + at[:, None] + d[None, :], mask=seen, other=0.0)
+        mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        highest = higher
+    result = (mixed / total[:, None]).to(out.dtype.element_ty)
+    heads = GROUP * KV_HEADS
+    tl.store(out + (token * heads + own_head)[:, None] * DIM + d[None, :], result, mask=in_row)
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["row_stride", "size", "rows"])
+def score_rows(
+    logits, never_chosen, stats, ids, row_stride, size, rows,
+    MARGIN: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``row_stats`` of one row of logits, which is read once. stats [4, rows]: best, log_share, log_total, rest."""
+    row = tl.program_id(0).to(tl.int64)
+    high, total, dot, strange = -3.0e38, 0.0, 0.0, 0  # not -inf, see attend_tile
+    best, best_id = float("-inf"), 0
+    other = float("-inf")  # the largest logit but that of best_id
+    for begin in range(0, size, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        inside = column < size
+        x = tl.load(logits + row * row_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+        strange += tl.sum(((x != x) | (x == float("inf"))).to(tl.int32))
+        higher = tl.maximum(high, tl.max(x))
+        weight = tl.exp(x - higher)
+        fade = tl.exp(high - higher)
+        if ENTROPY:
+            products = tl.where(inside, weight * (x - higher), 0.0)
+            dot = fade * (dot + total * (high - higher)) + tl.sum(products)
+        total = total * fade + tl.sum(weight)
+        high = higher
+        choosable = x + tl.load(never_chosen + column, mask=inside, other=float("-inf"))
+        here = tl.max(choosable)
+        here_id = tl.min(tl.where(choosable == here, column, size))
+        is_better = here > best
+        if MARGIN:
+            others = tl.max(tl.where(column == here_id, float("-inf"), x))
+            if is_better:
+                other = tl.maximum(tl.maximum(other, best), others)
+            else:
+                other = tl.maximum(other, tl.max(x))
+        if is_better:
+            best, best_id = here, here_id
+    log_total = high + tl.log(total)
+    if strange > 0:
+        log_total = float("nan")
+    tl.store(stats + row, best)
+    tl.store(stats + rows + row, best - log_total)
+    tl.store(stats + 2 * rows + row, log_total)
+    if MARGIN:
+        tl.store(stats + 3 * rows + row, other - log_total)
+    if ENTROPY:
+        tl.store(stats + 3 * rows + row, dot / total + high - log_total)
+    tl.store(ids + row, best_id)

@@ -1,0 +1,284 @@
+"""The fused ops on an NVIDIA GPU: cuBLAS for float products, Triton kernels for the rest.
+
+KV lengths, page tables and cache positions lie in device memory, where the kernels read them. So a captured step takes
+other KV lengths without being changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from lopa_ascend.backend.cuda import kernels
+from lopa_ascend.backend.interface import Entries, RowStats
+
+SWIGLU_COLUMNS = 1024
+"""Columns of a program of SwiGLU."""
+QUANTIZED_COLUMNS = 2048
+"""Columns that quantisation handles at a time."""
+SCORED_COLUMNS = 4096
+"""Columns of logits that are scored at a time."""
+QUERY_ROWS = 64
+"""Rows of a tile of attention: the fewest of a warp group's product. All entries have tiles of this size, so that the
+bits of a query do not depend on the entries beside it."""
+KEYS = 64
+"""Keys of a tile of attention."""
+LEAST_DIM = 16
+"""Smallest sides of a matrix product in Triton."""
+ROW_COUNTS = (1, 8, 32, 64, 128, 256, 512)
+"""Numbers of rows with which ``settle`` multiplies."""
+MOST_ROWS = 1024
+WARPS_OF_LONG_ROWS = 8
+
+
+class _Plan(NamedTuple):
+    """What attention reads of the entries of a step, on the device."""
+
+    tables: Tensor
+    """int32 [entries, pages]."""
+    kv_lengths: Tensor
+    """int32 [entries]."""
+    starts: Tensor | None
+    """See ``kernels.attend_tile``."""
+    longest: int
+    """Queries of the longest entry."""
+
+
+class CudaOps:
+    """``Ops`` on a GPU, or in Triton's interpreter on a CPU.
+
+    Args:
+        device: where the tensors of all calls lie. The kernels run there as they do everywhere: on a CPU Triton must
+            interpret them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.gathered_bytes = 0
+        self.max_queries: int | None = None
+        self.score_rows: int | None = None
+        self._plan = lru_cache(maxsize=1)(self._make_plan)
+
+    # ---- linear layers ---------------------------------------------------------------------------------------------
+
+    def stored(self, weight: Tensor) -> Tensor:
+        return weight.contiguous()
+
+    def packed(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def settle(self, weights: Iterable[Tensor]) -> str:
+        """Tries whether the library rounds a row alike among different numbers of rows; it decides nothing."""
+        kinds = {(weight.shape, weight.dtype): weight for weight in weights if weight.is_floating_point()}
+        dependent = sorted(str(list(shape)) for (shape, _), weight in kinds.items() if not _rows_agree(weight))
+        if dependent:
+            return f"rows depend on one another in their last bits, with weights {', '.join(dependent)}"
+        return "rows are independent"
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self._quantize(x.contiguous(), gates=False)
+
+    def quant_linear(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        rows, inputs = codes.shape
+        outputs = weight.shape[0]
+        out = codes.new_empty(rows, outputs, dtype=dtype)
+        tile = min(128, max(LEAST_DIM, triton.next_power_of_2(rows)))
+        # Few outputs make few programs, each of which reads a whole row of the weight: narrower tiles make more.
+        width = 32 if outputs <= 8192 and rows <= 256 else 128
+        grid = triton.cdiv(rows, tile), triton.cdiv(outputs, width)
+        blocks = {"BLOCK_ROWS": tile, "BLOCK_OUTPUTS": width, "BLOCK_INPUTS": 128}
+        kernels.multiply_int8[grid](
+            codes, scale, weight, weight_scale, bias, out, rows, outputs, inputs,
+            **blocks, num_warps=8 if tile * width > 4096 else 4, num_stages=3,
+        )  # fmt: skip
+        return out
+
+    # ---- norms and activations -------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm(x, None, weight, eps, quantizes=False)[0]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return self._norm(x, residual, weight, eps, quantizes=False)[0], residual
+
+    def rms_norm_quant(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return self._norm(x, None, weight, eps, quantizes=True)
+
+    def add_rms_norm_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return *self._norm(x, residual, weight, eps, quantizes=True), residual
+
+    def _norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, quantizes: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(norm, nothing of meaning), or (codes, scales). The residual, which must be contiguous, becomes the sum."""
+        x = x.contiguous()
+        assert residual is None or residual.is_contiguous()
+        size = x.shape[-1]
+        rows = x.numel() // size
+        out = torch.empty_like(x, dtype=torch.int8 if quantizes else x.dtype)
+        scales = x.new_empty(x.shape[:-1] if quantizes else 0, dtype=torch.float32)
+        kernels.norm_rows[(rows,)](
+            x, residual, weight, out, scales, size, eps,
+            ADDS=residual is not None, QUANTIZES=quantizes, BLOCK=triton.next_power_of_2(size),
+            num_warps=WARPS_OF_LONG_ROWS,
+        )  # fmt: skip
+        return out, scales
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, size)
+        grid = rows, triton.cdiv(size, SWIGLU_COLUMNS)
+        kernels.swiglu_rows[grid](gate_up, out, size, BLOCK=SWIGLU_COLUMNS)
+        return out
+
+    def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        return self._quantize(gate_up.contiguous(), gates=True)
+
+    def _quantize(self, x: Tensor, *, gates: bool) -> tuple[Tensor, Tensor]:
+        rows, size = x.shape[0], x.shape[1] // (2 if gates else 1)
+        codes = x.new_empty(rows, size, dtype=torch.int8)
+        scales = x.new_empty(rows, dtype=torch.float32)
+        kernels.quantize_rows[(rows,)](
+            x, codes, scales, size, GATES=gates, BLOCK=QUANTIZED_COLUMNS, num_warps=WARPS_OF_LONG_ROWS
+        )
+        return codes, scales
+
+    # ---- rotary embeddings -----------------------------------------------------------------------------------------
+
+    def rope_tables(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Both [positions, 1, D / 2]: one factor for each pair of a head's elements."""
+        return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self._rope(x, None, 0.0, cos, sin)
+
+    def norm_rope(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self._rope(q, q_weight, eps, cos, sin), self._rope(k, k_weight, eps, cos, sin)
+
+    def _rope(self, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        """``rope`` of x, or of its norm."""
+        x = _with_whole_rows(x)
+        tokens, heads, dim = x.shape
+        out = x.new_empty(x.shape)
+        block = min(8, triton.next_power_of_2(heads))
+        kernels.rope_heads[(tokens, triton.cdiv(heads, block))](
+            x, weight, cos.contiguous(), sin.contiguous(), out, x.stride(0), heads, eps,
+            SHARED=cos.shape[1] == 1, HALF=dim // 2, BLOCK_HEADS=block, BLOCK_HALF=triton.next_power_of_2(dim // 2),
+        )  # fmt: skip
+        return out
+
+    # ---- keys and values -------------------------------------------------------------------------------------------
+
+    def kv_write(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
+    ) -> None:
+        k, v = _with_whole_rows(k), _with_whole_rows(v)
+        size = k.shape[1] * k.shape[2]
+        kernels.write_rows[(len(slot_mapping),)](
+            k, v, k_cache, v_cache, slot_mapping, source, k.stride(0), v.stride(0),
+            SIZE=size, BLOCK=triton.next_power_of_2(size),
+        )  # fmt: skip
+
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
+        q = _with_whole_rows(q)
+        tokens, heads, dim = q.shape
+        page_size, kv_heads = k_cache.shape[1:3]
+        group = heads // kv_heads
+        plan = self._plan(entries)
+        out = q.new_empty(tokens, heads * dim)
+        grid = triton.cdiv(plan.longest * group, QUERY_ROWS), len(entries.lengths), kv_heads
+        kernels.attend_tile[grid](
+            q, k_cache, v_cache, out, plan.tables, plan.kv_lengths, plan.starts, q.stride(0), plan.tables.stride(0),
+            plan.longest, dim**-0.5 * math.log2(math.e), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size,
+            BLOCK_ROWS=QUERY_ROWS, BLOCK_KEYS=KEYS, BLOCK_DIM=max(LEAST_DIM, triton.next_power_of_2(dim)),
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
+        return out
+
+    def _make_plan(self, entries: Entries) -> _Plan:
+        """The first layer of a step makes it, and the others find it in the cache. With KV lengths on the device and
+        entries of one length it makes no tensor, so a captured step holds none but its own."""
+        longest, starts = max(entries.lengths), None
+        kv_lengths = entries.kv_lengths_on_device
+        if kv_lengths is None:
+            kv_lengths = self._uploaded(entries.kv_lengths)
+        if min(entries.lengths) != longest:
+            ends = torch.tensor(entries.lengths).cumsum(0).tolist()
+            starts = self._uploaded((0, *ends))
+        return _Plan(entries.page_tables.contiguous(), kv_lengths, starts, longest)
+
+    def _uploaded(self, numbers: tuple[int, ...]) -> Tensor:
+        """Numbers as int32 on the device, by a copy that runs while the host goes on."""
+        on_host = self.host_memory(len(numbers)).copy_(torch.tensor(numbers))
+        return on_host.to(self.device, non_blocking=True)
+
+    # ---- scores and the memory of compiled steps -------------------------------------------------------------------
+
+    def row_stats(self, logits: Tensor, never_chosen: Tensor, confidence: str) -> RowStats:
+        rows, size = logits.shape
+        stats = logits.new_empty(4, rows, dtype=torch.float32)
+        ids = logits.new_empty(rows, dtype=torch.int32)
+        kernels.score_rows[(rows,)](
+            logits, never_chosen, stats, ids, logits.stride(0), size, rows,
+            MARGIN=confidence == "margin", ENTROPY=confidence == "neg_entropy", BLOCK=SCORED_COLUMNS,
+            num_warps=WARPS_OF_LONG_ROWS,
+        )  # fmt: skip
+        best, log_share, log_total, rest = stats.unbind()
+        return RowStats(best, log_share, log_total, () if confidence == "max_prob" else (rest,), ids)
+
+    def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
+        x.index_copy_(0, rows.long(), values)
+
+    def host_memory(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+
+    def read_later(self, x: Tensor) -> Callable[[], Tensor]:
+        if self.device.type != "cuda":
+            copied = x.clone()
+            return lambda: copied
+        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        copy.copy_(x, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+
+        def read() -> Tensor:
+            event.synchronize()
+            return copy
+
+        return read
+
+
+def _with_whole_rows(x: Tensor) -> Tensor:
+    """x [T, heads, D] such that the heads of a token follow one another, copied only if they do not."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def _rows_agree(weight: Tensor) -> bool:
+    """Whether the first rows of a product have the same bits for each of ROW_COUNTS."""
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(MOST_ROWS, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
+    whole = F.linear(x, weight)
+    return all(torch.equal(F.linear(x[-count:], weight), whole[-count:]) for count in ROW_COUNTS)
