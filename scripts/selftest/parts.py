@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
@@ -95,6 +96,9 @@ def captured_latencies(group: Group, device: torch.device, repeats: int) -> dict
     found = {}
     for size in SIZES:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-        timed = partial(replayed_micros, lambda _, x=x: summing.all_reduce(x, "self-test"), repeats)
-        found[size] = added_micros(timed, SUMS)
+
+        def summed(_: int, x: Tensor = x) -> Tensor:
+            return summing.all_reduce(x, "self-test")
+
+        found[size] = added_micros(partial(replayed_micros, summed, repeats), SUMS)
     return found
