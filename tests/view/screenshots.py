@@ -10,7 +10,7 @@ from typing import Any
 from tests.e2e.conftest import ROOT, running
 from tests.view.conftest import CHROMIUM, api, arguments
 
-QUESTION = "Tom has 12 apples. Tom buys 35 more. How many apples does Tom have now?"
+QUESTION = "There are 12 eggs in a carton. Mum buys 3 cartons and uses 7 eggs for a cake. How many eggs remain?"
 SIZE = {"width": 1180, "height": 760}
 
 
