@@ -30,15 +30,19 @@ PASS, HOLD = 0.8, 4.0
 """Seconds that a pass is shown, and that the whole answer is before it begins anew."""
 LEVELS = (0.5, 0.8, 0.95, 0.99, 0.999)
 STYLE = """\
-svg { --text: #1a1d21; --soft: #5a6068; --mask: #e4e7eb; --own: #a84700; font: 12px ui-monospace, monospace }
+svg { --back: #fff; --text: #1a1d21;
+  --soft: #5a6068; --mask: #e4e7eb; --own: #a84700 }
+svg { font: 12px ui-monospace, monospace }
 .l0 { fill: #f3cf9c } .l1 { fill: #efdcb5 } .l2 { fill: #dfe2cd }
 .l3 { fill: #c9ddec } .l4 { fill: #aed0ef } .l5 { fill: #93c2ef }
 @media (prefers-color-scheme: dark) {
-svg { --text: #e6e8eb; --soft: #a3abb5; --mask: #2b313a; --own: #ffa45c }
+svg { --back: #14171b; --text: #e6e8eb;
+  --soft: #a3abb5; --mask: #2b313a; --own: #ffa45c }
 .l0 { fill: #6b4a17 } .l1 { fill: #5b4c2c } .l2 { fill: #444e48 }
 .l3 { fill: #34506b } .l4 { fill: #27527f } .l5 { fill: #1b5594 }
 }
 text { fill: var(--text) }
+.back { fill: var(--back) }
 .title { font: bold 15px system-ui, sans-serif }
 .soft { fill: var(--soft); font: 13px system-ui, sans-serif }
 .mask { fill: var(--mask) }
@@ -122,6 +126,7 @@ def drawn(question: str, sides: list[Side]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img"><title>{escape(" and ".join(f"{side.title}: {side.passes} passes" for side in sides))}</title>\n'
         f"<desc>{escape(question)}</desc>\n<style>\n{STYLE}{''.join(animations(passes))}</style>\n"
+        '<rect class="back" width="100%" height="100%"/>\n'
     ]
     for number, side in enumerate(sides):
         parts.append(f'<g transform="translate({MARGIN + number * (side_width + 2 * MARGIN)} 0)">\n')
