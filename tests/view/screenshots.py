@@ -18,7 +18,7 @@ def main() -> None:
     with running() as server, api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments())
         with answered(browser, f"{server.url}/#compare=1&a.decoding=d2f&b.decoding=lopa", "light") as page:
-            taken(page, passes=3, path=ROOT / "docs/view-compare.png")
+            taken(page, passes=2, path=ROOT / "docs/view-compare.png")
         with answered(browser, f"{server.url}/#a.num_branches=7&a.tau_conf=0.99", "dark") as page:
             taken(page, passes=2, path=ROOT / "docs/view-pass.png")
 

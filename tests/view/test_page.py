@@ -131,6 +131,12 @@ def test_the_link_holds_settings_and_question(demo: ServerProcess, pages: Pages)
     assert other.get_by_label("branches (k)").first.is_disabled()
 
 
+def test_a_link_with_a_setting_that_the_server_lacks_is_told(demo: ServerProcess, pages: Pages):
+    page = pages(f"{demo.url}/#a.decoding=other")
+    page.wait_for_selector("#problem:visible")
+    assert "sets decoding to other, which this server does not have" in page.inner_text("#problem")
+
+
 def test_controls_come_from_the_server(demo: ServerProcess, pages: Pages):
     page = pages(demo.url)
     page.wait_for_selector("#send:enabled")
@@ -245,6 +251,7 @@ def test_a_saved_trace_shows_the_same_run_to_a_colleague(demo: ServerProcess, pa
 BAD_FILES = {
     b"\x89PNG\r\n": "is no trace: it does not hold JSON lines",
     b'{"a": 1}\n': 'is no trace. Make one with "trace": true',
+    b"5\n": "is no trace. Make one",
     b"": "is empty",
     lines([{**START, "version": 2}]): "has version 2 of the format, and this page reads version 1: open it with",
     lines([{**START, "block_size": 0}]): "has a damaged first line",
@@ -264,6 +271,8 @@ def test_a_wrong_file_is_told_in_a_sentence(demo: ServerProcess, pages: Pages):
     page.wait_for_selector(".panel .problem:visible")
     assert page.inner_text(".panel .problem") == "The trace ends after 2 passes, without the end of the answer."
     assert page.is_hidden("#problem")
+    open_file(page, "failed.jsonl", lines([*small()[:2], {"error": {"message": "the engine has ended"}}]))
+    until(page, lambda: texts(page, ".panel .problem") == ["the engine has ended"])
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
@@ -359,6 +368,8 @@ def test_it_fits_and_can_be_read(demo: ServerProcess, pages: Pages, width: int, 
     open_file(page, "large.jsonl", lines(large(700, 16, 50)))
     until(page, lambda: passes_of(page) == 14)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    widths = page.evaluate("[...document.querySelectorAll('tbody tr:first-child > *')].map((cell) => cell.clientWidth)")
+    assert min(widths) >= 40, widths
     colors = page.evaluate("""() => {
         const style = getComputedStyle(document.documentElement);
         const names = ["back", "text", "soft", "mask", "accent", "link", "bad", "l0", "l1", "l2", "l3", "l4", "l5"];

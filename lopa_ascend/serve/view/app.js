@@ -3,11 +3,14 @@
 import { drawScale, element } from "./grid.js";
 import { Panel } from "./panel.js";
 import { Player } from "./player.js";
-import { Run, count } from "./run.js";
+import { Run, count, labelOf } from "./run.js";
 import { Problem, abort, events, load, parse, useKey } from "./server.js";
 
-const FIELDS = { decoding: "decoding", num_branches: "branches (k)", block_size: "block size", tau_conf: "tau_conf", tau_add: "tau_add", tau_act: "tau_act", max_new_tokens: "most tokens", temperature: "temperature" };
-const PRESETS = { a: { decoding: "d2f" }, b: { decoding: "lopa" } }; // what a comparison begins with
+const FIELDS = {
+  decoding: "decoding", num_branches: "branches (k)", block_size: "block size", tau_conf: "tau_conf", tau_add: "tau_add", tau_act: "tau_act",
+  max_new_tokens: "most tokens", temperature: "temperature",
+};
+const PRESETS = { a: "d2f", b: "lopa" }; // what a comparison begins with
 const $ = (id) => document.getElementById(id);
 
 const sides = {}; // by "a" and "b": {fieldset, inputs}
@@ -18,9 +21,10 @@ let runs = [];
 let stopping = null; // the running request's AbortController
 
 function tell(problem) {
-  $("problem").textContent = problem?.message ?? "";
+  if (problem && !(problem instanceof Problem)) console.error(problem);
+  const isOurs = !problem || problem instanceof Problem;
+  $("problem").textContent = isOurs ? problem?.message ?? "" : `The page failed (${problem.message}): reload it.`;
   $("problem").hidden = !problem;
-  if (problem && !(problem instanceof Problem)) throw problem;
   $("key").hidden = problem?.status !== 401;
   if (!$("key").hidden) $("key").elements.key.focus();
 }
@@ -28,10 +32,12 @@ function tell(problem) {
 // ---- settings and the link
 
 async function connect() {
-  const [info, document_, tokenizer] = await Promise.all([load("server_info"), load("openapi.json"), load("tokenizer_info").catch((problem) => (problem.status === 404 ? null : Promise.reject(problem)))]);
+  const orNone = (problem) => (problem.status === 404 ? null : Promise.reject(problem));
+  const asked = [load("server_info"), load("openapi.json"), load("tokenizer_info").catch(orNone)];
+  const [info, { components }, tokenizer] = await Promise.all(asked);
   server = { defaults: info.decoding, hasTemplate: Boolean(tokenizer?.chat_template) };
   $("model").textContent = document.title = info.model;
-  const schema = document_.components.schemas.DiffusionChatRequest.properties;
+  const schema = components.schemas.DiffusionChatRequest.properties;
   for (const side of Object.keys(PRESETS)) if (!sides[side]) addSide(side, schema);
   readLink();
   $("send").disabled = !tokenizer;
@@ -44,7 +50,10 @@ function addSide(side, schema) {
   const fieldset = element("fieldset", {}, legend);
   for (const [name, label] of Object.entries(FIELDS)) {
     const { enum: choices, minimum = "", maximum = "", description } = schema[name], standard = server.defaults[name];
-    const input = choices ? element("select", {}, element("option", { value: "", textContent: `(${standard})` }), ...choices.filter(Boolean).map((value) => element("option", { textContent: value }))) : element("input", { placeholder: String(standard ?? ""), inputMode: "decimal", autocomplete: "off" });
+    const options = (choices ?? []).filter(Boolean).map((value) => element("option", { textContent: value }));
+    const input = choices
+      ? element("select", {}, element("option", { value: "", textContent: `(${standard})` }), ...options)
+      : element("input", { placeholder: String(standard ?? ""), inputMode: "decimal", autocomplete: "off" });
     input.title = description + (choices ? "" : ` From ${minimum}${maximum === "" ? "" : ` to ${maximum}`}.`);
     input.name = name;
     inputs[name] = input;
@@ -70,7 +79,13 @@ function settle() {
 function readLink() {
   const held = new URLSearchParams(location.hash.slice(1));
   $("compare").checked = held.has("compare");
-  for (const [side, { inputs }] of Object.entries(sides)) for (const [name, input] of Object.entries(inputs)) input.value = held.get(`${side}.${name}`) ?? "";
+  for (const [side, { inputs }] of Object.entries(sides)) {
+    for (const [name, input] of Object.entries(inputs)) {
+      const value = held.get(`${side}.${name}`) ?? "";
+      input.value = value;
+      if (input.value !== value) tell(new Problem(`The link sets ${name} to ${value}, which this server does not have: choose another.`));
+    }
+  }
   $("question").value = held.get("question") ?? $("question").value;
   settle();
 }
@@ -96,8 +111,8 @@ async function ask(question) {
   const answers = [];
   for (const side of asked) {
     const fields = fieldsOf(side);
-    const label = `${asked.length > 1 ? `${side.toUpperCase()}: ` : ""}${Object.entries(fields).map(([name, value]) => (name === "decoding" ? value : `${name} ${value}`)).join(", ")}`;
-    const run = new Run(label || "The server's defaults");
+    const label = labelOf(fields) || "the server's defaults";
+    const run = new Run(asked.length > 1 ? `${side.toUpperCase()}: ${label}` : label);
     runs.push(run);
     showRuns();
     answers.push(await answer(run, isChat ? { messages, ...fields } : { prompt: question, ...fields }, isChat));
@@ -184,6 +199,7 @@ function refresh() {
 
 async function open(files) {
   try {
+    if (!$("stop").hidden) throw new Problem("An answer still grows: stop it, then open the file.");
     const opened = [];
     for (const file of [...files].slice(0, 2)) {
       const run = new Run("");
@@ -241,7 +257,7 @@ $("new").addEventListener("click", () => {
 });
 $("compare").addEventListener("change", () => {
   const isNew = Object.keys(PRESETS).every((side) => !Object.keys(fieldsOf(side)).length);
-  if ($("compare").checked && isNew) for (const [side, fields] of Object.entries(PRESETS)) for (const [name, value] of Object.entries(fields)) sides[side].inputs[name].value = value;
+  if ($("compare").checked && isNew) for (const [side, name] of Object.entries(PRESETS)) sides[side].inputs.decoding.value = name;
   settle();
 });
 $("link").addEventListener("click", async () => {

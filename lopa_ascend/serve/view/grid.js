@@ -14,7 +14,9 @@ export function element(name, properties = {}, ...children) {
 }
 
 export function drawScale(parent) {
-  for (const [index, text] of ["0", ...LEVELS].entries()) parent.append(element("span", { className: `cell l${index}`, textContent: String(text).replace(/^0\./, ".") }));
+  for (const [index, bound] of [0, ...LEVELS].entries()) {
+    parent.append(element("span", { className: `cell l${index}`, textContent: String(bound).replace("0.", ".") }));
+  }
 }
 
 export class Grid {
@@ -48,7 +50,8 @@ export class Grid {
       Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
     }
     const pen = (this.pen = canvas.getContext("2d")), style = getComputedStyle(canvas);
-    this.colors = Object.fromEntries(["text", "soft", "line", "mask", "accent", ...[...LEVELS, 1].map((_, index) => `l${index}`)].map((name) => [name, style.getPropertyValue(`--${name}`)]));
+    const names = ["text", "soft", "mask", "accent", "l0", "l1", "l2", "l3", "l4", "l5"];
+    this.colors = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`)]));
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     pen.clearRect(0, 0, width, height);
     pen.font = "13px ui-monospace, monospace";

@@ -14,15 +14,21 @@ export class Panel {
     this.problem = element("p", { className: "problem", hidden: true });
     this.counts = {};
     const counts = element("dl", { className: "counts" });
-    for (const name of ["passes", "tokens", "tokens a pass", "seconds", "tokens a second"]) counts.append(element("div", {}, element("dt", { textContent: name }), (this.counts[name] = element("dd"))));
+    for (const name of ["passes", "tokens", "tokens a pass", "seconds", "tokens a second"]) {
+      this.counts[name] = element("dd");
+      counts.append(element("div", {}, element("dt", { textContent: name }), this.counts[name]));
+    }
     this.blocks = element("div", { className: "blocks" });
-    this.blocks.setAttribute("aria-hidden", "true"); // the sentence under the grid says it
+    this.blocks.setAttribute("role", "group");
+    this.blocks.setAttribute("aria-label", "Blocks");
     this.grid = new Grid((position) => this.explain(position));
     this.detail = element("p", { className: "hint detail" });
     this.body = element("tbody");
-    const head = element("tr", {}, ...["branch", "own token", "position", "score", "masks"].map((text) => element("th", { scope: "col", textContent: text })));
-    this.table = element("table", {}, element("caption", { textContent: "Branches of this pass" }), element("thead", {}, head), this.body);
-    this.root = element("section", { className: "panel" }, this.title, counts, this.sentence, this.problem, this.grid.root, this.detail, this.blocks, this.table);
+    const heads = ["branch", "token", "at", "score", "masks"].map((text) => element("th", { scope: "col", textContent: text }));
+    const caption = element("caption", { textContent: "Branches of this pass, with their own tokens" });
+    const table = element("table", {}, caption, element("thead", {}, element("tr", {}, ...heads)), this.body);
+    const parts = [this.title, counts, this.sentence, this.problem, this.grid.root, this.detail, this.blocks, table];
+    this.root = element("section", { className: "panel" }, ...parts);
     parent.append(this.root);
   }
 
@@ -46,8 +52,9 @@ export class Panel {
     this.counts["tokens a pass"].textContent = i ? (tokens / i).toFixed(1) : "–";
     this.counts.seconds.textContent = seconds.toFixed(2);
     this.counts["tokens a second"].textContent = seconds ? (tokens / seconds).toFixed(0) : "–";
-    this.sentence.textContent = isEnd || (run.problem && i === run.last) ? `${run.sentence(i)} ${run.done ? run.ending : ""}` : run.sentence(i);
-    this.problem.hidden = !(run.problem || run.done?.finish_reason === "abort");
+    const isWhole = run.done && run.done.finish_reason !== "abort";
+    this.sentence.textContent = isEnd && isWhole ? `${run.sentence(i)} ${run.ending}` : run.sentence(i);
+    this.problem.hidden = isWhole || !run.ending;
     this.problem.textContent = run.ending;
   }
 
@@ -89,8 +96,8 @@ export class Panel {
 
   explain(position) {
     const { fill, pass, own } = this.run.cells[position] ?? {};
-    this.detail.textContent = pass <= this.at
-      ? `Position ${position}: “${shown(fill)}”, probability ${fill.prob.toFixed(4)}, filled by pass ${pass}${own ? " as the winning branch's own token" : ""}`
-      : `Position ${position}: masked`;
+    const who = own ? " as the winning branch's own token" : "";
+    const said = pass <= this.at ? `“${shown(fill)}”, probability ${fill.prob.toFixed(4)}, filled by pass ${pass}${who}` : "masked";
+    this.detail.textContent = `Position ${position}: ${said}`;
   }
 }

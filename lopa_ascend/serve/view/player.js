@@ -68,12 +68,20 @@ export class Player {
   step(direction) {
     if (!this.byClock) return this.seek(Math.floor(this.position) + direction);
     const times = [0, ...this.panels.flatMap(({ run }) => run.steps.map((step) => step.seconds))].sort((a, b) => a - b);
-    this.seek(direction > 0 ? times.find((time) => time > this.position) ?? this.end : times.findLast((time) => time < this.position) ?? 0);
+    const next = direction > 0 ? times.find((time) => time > this.position) : times.findLast((time) => time < this.position);
+    this.seek(next ?? this.position);
   }
 
   key(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("textarea, input:not([type=range]), select, button, summary, a")) return;
-    const actions = { " ": () => (this.isPlaying ? this.pause() : this.play()), ArrowLeft: () => this.step(-1), ArrowRight: () => this.step(1), Home: () => this.seek(0), End: () => this.seek(this.end) };
+    const isElsewhere = event.target.closest("textarea, input:not([type=range]), select, button, summary, a");
+    if (isElsewhere || event.ctrlKey || event.metaKey || event.altKey) return;
+    const actions = {
+      " ": () => (this.isPlaying ? this.pause() : this.play()),
+      ArrowLeft: () => this.step(-1),
+      ArrowRight: () => this.step(1),
+      Home: () => this.seek(0),
+      End: () => this.seek(this.end),
+    };
     if (!actions[event.key]) return;
     event.preventDefault();
     actions[event.key]();

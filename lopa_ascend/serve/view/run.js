@@ -24,20 +24,23 @@ export class Run {
   // Takes the next event; raises a Problem if it belongs to no trace of this version.
   add(event, source = "The stream") {
     if (!this.start) check(event, source);
-    const isStep = event?.object === "diffusion.step";
-    if (this.start && !isStep && event?.object !== "diffusion.done") throw new Problem(event?.error?.message ?? `${source} has an event that is no pass.`);
+    if (event.error) return this.end(event.error.message);
+    const isStep = event.object === "diffusion.step";
+    if (this.start && !isStep && event.object !== "diffusion.done") throw new Problem(`${source} has an event that is no pass.`);
     this.events.push(event);
     if (!this.start) {
       this.start = event;
-      this.label ||= describe(event.decoding);
+      this.label ||= labelOf(event.decoding);
       return;
     }
-    if (!Array.isArray(event.fills) || (isStep && !(event.canvas_length <= MOST && event.branches?.[event.winner]))) throw new Problem(`${source} has a pass without its fills or branches.`);
+    const isComplete = Array.isArray(event.fills) && (!isStep || (event.canvas_length <= MOST && event.branches?.[event.winner]));
+    if (!isComplete) throw new Problem(`${source} has a pass without its fills or branches.`);
     if (isStep) this.steps.push(event);
     else this.done = event;
     const own = isStep && event.winner ? 1 + event.branches[event.winner].further.length : 0;
     for (const [index, fill] of event.fills.entries()) {
-      if (!(fill.position >= 0 && fill.position < MOST)) throw new Problem(`${source} fills the position ${fill.position}, which no answer has.`);
+      const { position } = fill;
+      if (!(position >= 0 && position < MOST)) throw new Problem(`${source} fills the position ${position}, which no answer has.`);
       this.cells[fill.position] = { fill, pass: this.last, own: index < own };
     }
     this.counts[this.last] = (this.counts[this.last - isStep] ?? 0) + event.fills.length;
@@ -85,22 +88,29 @@ export class Run {
     const step = this.steps[i - 1];
     if (!step) return this.start ? "Before the first pass: nothing is filled." : "Waiting for the server.";
     const own = step.branches[step.winner].lookahead;
-    const who = own ? `branch ${step.winner} won with “${shown(own)}” at ${own.position}` : step.branches.length > 1 ? "the anchor won" : "there was no branch";
-    return `Pass ${i} of ${this.last}${this.done || this.problem ? "" : " so far"}: ${count(step.fills.length, "position")} filled, ${who}; ${this.counts[i]} of ${step.canvas_length} filled.`;
+    const anchor = step.branches.length > 1 ? "the anchor won" : "there was no branch";
+    const who = own ? `branch ${step.winner} won with “${shown(own)}” at ${own.position}` : anchor;
+    const which = `Pass ${i} of ${this.last}${this.done || this.problem ? "" : " so far"}`;
+    return `${which}: ${count(step.fills.length, "position")} filled, ${who}; ${this.counts[i]} of ${step.canvas_length} filled.`;
   }
 }
 
 function check(event, source) {
-  if (event?.format !== FORMAT) throw new Problem(`${source} is no trace. Make one with "trace": true in a request, or with LLM.save_trace.`);
-  if (event.version !== VERSION) throw new Problem(`${source} has version ${event.version} of the format, and this page reads version ${VERSION}: open it with the page of the release that wrote it.`);
-  if (!(event.block_size > 0 && event.decoding && Number.isInteger(event.first_block) && event.first_block > -event.block_size)) throw new Problem(`${source} has a damaged first line.`);
+  if (event.format !== FORMAT) {
+    throw new Problem(`${source} is no trace. Make one with "trace": true in a request, or with LLM.save_trace.`);
+  }
+  if (event.version !== VERSION) {
+    const versions = `has version ${event.version} of the format, and this page reads version ${VERSION}`;
+    throw new Problem(`${source} ${versions}: open it with the page of the release that wrote it.`);
+  }
+  const hasBlocks = event.block_size > 0 && event.first_block <= 0 && event.first_block > -event.block_size;
+  if (!hasBlocks || !event.decoding) throw new Problem(`${source} has a damaged first line.`);
 }
 
-const describe = (decoding) => Object.entries({ ...decoding, base: undefined, branch_acceptance: undefined })
-  .filter(([name, value]) => value || name.startsWith("tau")).filter(([, value]) => value !== undefined)
-  .map(([name, value]) => (name === "decoding" ? value : `${name} ${value}`)).join(", ");
+// Settings in a line.
+export const labelOf = (fields) => Object.entries(fields).map(([name, value]) => (name === "decoding" ? value : `${name} ${value}`)).join(", ");
 
 export const count = (n, what) => `${n} ${what}${n === 1 ? "" : what.endsWith("s") ? "es" : "s"}`;
 
 // A token with its spaces and line breaks visible.
-export const shown = (fill) => (fill.token === null ? `#${fill.token_id}` : fill.token.replaceAll(" ", "·").replaceAll("\n", "⏎"));
+export const shown = (fill) => (fill.token == null ? `#${fill.token_id}` : fill.token.replaceAll(" ", "·").replaceAll("\n", "⏎"));

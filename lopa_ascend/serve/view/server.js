@@ -52,6 +52,7 @@ export async function* events(path, body, signal) {
     try {
       part = await reader.read();
     } catch {
+      if (signal?.aborted) throw new Problem("Stopped: what is shown is not the whole answer.");
       return; // the run tells what is missing
     }
     if (part.done) return;
@@ -73,7 +74,7 @@ export function parse(text, name) {
   for (const [index, line] of lines.entries()) {
     if (!line || line === "[DONE]" || line.startsWith(":")) continue;
     try {
-      events.push(JSON.parse(line));
+      events.push(Object(JSON.parse(line)));
     } catch {
       const where = events.length ? `breaks off or is damaged in line ${index + 1}` : "is no trace: it does not hold JSON lines";
       throw new Problem(`${name} ${where}. Make one with "trace": true in a request, or with LLM.save_trace.`);
