@@ -24,5 +24,8 @@ setup(
     ext_modules=[KERNELS] if has_kernels else [],
     packages=find_packages(include=["lopa_ascend", "lopa_ascend.*"]),
     include_package_data=False,  # exactly what the next line says, whatever an sdist's file list holds
-    package_data={"lopa_ascend": ["py.typed", "demo/*.jsonl", "demo/model/*", "config/presets.json"]},
+    package_data={
+        "lopa_ascend": ["py.typed", "demo/*.jsonl", "demo/model/*", "config/presets.json"],
+        "lopa_ascend.serve.view": ["index.html", "*.css", "*.js", "*.svg"],
+    },
 )

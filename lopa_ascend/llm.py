@@ -6,12 +6,15 @@ import itertools
 import signal
 import sys
 import threading
+import time
+import uuid
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import msgspec
 from tqdm import tqdm
 
 from lopa_ascend.config import (
@@ -28,6 +31,7 @@ from lopa_ascend.engine.ranks import start_engine
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_template, load_tokenizer
+from lopa_ascend.text.trace import PassEvents
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 
@@ -309,6 +313,28 @@ class LLM:
         if update.error is not None:
             raise GenerationError(update.error)
         return list(update.continuation_logprobs)
+
+    def save_trace(self, path: str | Path, output: GenerationOutput, params: DecodingParams | None = None) -> None:
+        """Writes the forward passes of an output to a file of JSON lines, which the server's page at / opens.
+
+        Args:
+            path: the file; an existing one is overwritten.
+            output: what ``generate``, ``chat`` or ``stream`` made with ``trace=True``.
+            params: those that were given to it.
+
+        Raises:
+            ValueError: the output has no trace.
+            OSError: the file cannot be written.
+        """
+        if output.trace is None:
+            raise ValueError("output: has no trace; make it with trace=True")
+        head = {"id": f"trace-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.engine.model_name}
+        params, properties = params or self.params(), self.engine.limits.properties
+        passes, text = PassEvents(head, output.prompt_token_ids, params, properties, self.tokenizer), output.text or ""
+        marked = zip(output.trace, output.trace_marks, strict=True)
+        steps = [passes.step(record, seconds, text[:length]) for record, (seconds, length) in marked]
+        events = [passes.start(with_prompt=True), *steps, passes.done(output, text)]
+        Path(path).write_bytes(msgspec.json.Encoder().encode_lines(events))
 
     def _generate_all(
         self, prompts: list[list[int]], params: DecodingParams | None, trace: bool, quiet: bool

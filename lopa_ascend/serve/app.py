@@ -27,6 +27,7 @@ from lopa_ascend.serve.openai.responses import ResponseObject, ResponseRequest
 from lopa_ascend.serve.profiling import StartProfileRequest, StopProfileRequest, add_profiling
 from lopa_ascend.serve.openai.score import ScoreRequest, Scores
 from lopa_ascend.serve.tokens import DetokenizeRequest, TokenizeRequest, add_tokenizer
+from lopa_ascend.serve.view import add_view
 
 Decorator = Callable[[Callable[[Request], Awaitable[Response]]], Callable[[Request], Awaitable[Response]]]
 
@@ -63,6 +64,7 @@ def create_app(clients: Sequence[EngineClient], address: str | None = None) -> F
     set_up_request_log()
     app.state.intake = intake = Intake(config.max_body_size)
     endpoint = Endpoint([ServedModel(client) for client in clients], intake, config)
+    add_view(app, is_shown=config.ui)
     add_state(app, endpoint)
     add_models(app, endpoint)
     add_tokenizer(app, endpoint, intake)

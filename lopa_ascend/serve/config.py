@@ -126,6 +126,7 @@ class ServeConfig:
     root_path: str = declare(
         "", UrlPath(), "path under which a proxy shows this server, e.g. /models", group=Section.SERVER
     )
+    ui: bool = declare(True, Boolean(), "show answers as they grow on a page at /", group=Section.SERVER)
     max_body_size: int = declare(
         2**20, Bytes(0), "largest body of a request, in bytes or e.g. 512KiB", group=Section.SERVER
     )

@@ -6,16 +6,23 @@ canvas holds the answer: position 0 is the one after the prompt.
 
 from __future__ import annotations
 
+import time
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
 from lopa_ascend.serve.http.body import HarmlessValues
-from lopa_ascend.serve.http.encoding import Json
+from lopa_ascend.serve.http.encoding import Json, as_line
+from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.answer import CompletionWriter, LopaStats, Usage
 from lopa_ascend.serve.openai.chat import ChatRequest
 from lopa_ascend.serve.openai.completions import CompletionRequest, prompt_schema
-from lopa_ascend.types import BranchRecord, Fill, GenerationOutput, Progress, StepRecord, Update, winner_rank
+from lopa_ascend.serve.openai.request import Planner
+from lopa_ascend.text.trace import PassEvents
+from lopa_ascend.types import Progress, Update
+
+LINES = "application/jsonl"
+"""The media type of a trace file: JSON lines."""
 
 EVENTS = (
     "JSON: a diffusion.start (schema DiffusionStart), a diffusion.step for each forward pass (DiffusionStep), then "
@@ -50,12 +57,19 @@ class DiffusionStart(BaseModel):
     """The first event."""
 
     object: Literal["diffusion.start"]
+    format: Literal["lopa-trace"]
+    version: Literal[1]
     id: str
     created: int
     model: str
+    prompt: str | None = Field(description="Text of the prompt, in a trace file; null without a tokenizer.")
     prompt_tokens: int
     max_new_tokens: int = Field(description="Most tokens of the answer.")
     block_size: int = Field(description="Positions by which the canvas grows.")
+    first_block: int = Field(
+        description="Where the first block begins: 0, or before it if blocks lie on a grid from the prompt's beginning."
+    )
+    decoding: dict[str, Any] = Field(description="The decoding parameters in effect, but for the less usual.")
 
 
 class DiffusionStep(BaseModel):
@@ -64,6 +78,7 @@ class DiffusionStep(BaseModel):
     object: Literal["diffusion.step"]
     id: str
     index: int = Field(description="Number of the pass, from 0.")
+    seconds: float = Field(description="From the beginning of the request to the end of the pass.")
     canvas_length: int = Field(description="Positions of the canvas, filled or masked.")
     fills: list[FilledPosition] = Field(
         description="All positions that the pass filled; the winner's own tokens are first."
@@ -101,81 +116,31 @@ class DiffusionDone(BaseModel):
 class StepWriter(CompletionWriter):
     """Writes the answer to a request with one choice as a stream that shows every forward pass."""
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self._sent: set[int] = set()
-        """Positions of the canvas whose tokens were sent."""
+    _passes: PassEvents
+    _is_file = False
+
+    def watch(self, planner: Planner, is_file: bool) -> StepWriter:
+        """Must come before anything is written. ``is_file``: the stream is a trace file."""
+        (choice,) = self.choices
+        arguments = choice.prompt_token_ids, choice.params, planner.limits.properties, planner.prompts.tokenizer
+        self._passes, self._is_file, self._began = PassEvents(self.head, *arguments), is_file, time.monotonic()
+        if is_file:
+            self.media_type, self.comment, self.end = LINES, b"\n", b""
+        return self
 
     def opening(self) -> list[Json]:
-        params = self.choices[0].params
-        start = {"prompt_tokens": self.prompt_tokens, "max_new_tokens": params.max_new_tokens}
-        return [{"object": "diffusion.start", **self.head, **start, "block_size": params.block_size}]
+        return [self._passes.start(with_prompt=self._is_file)]
 
     def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
         events = []
         if update.record is not None:
-            events.append({**self._step(update.record), "text": progress.text})
+            events.append(self._passes.step(update.record, time.monotonic() - self._began, progress.text))
         if progress.output is not None:
-            events.append(self._done(progress.output, progress.text))
+            events.append(self._passes.done(progress.output, progress.text))
         return events
 
-    def _step(self, record: StepRecord) -> Json:
-        winner = record.branches[record.winner]
-        own = [fill for fill in winner.own_fills if fill.position not in record.remasked]
-        fills = [*own, *record.fills, *record.forced]
-        remasked = [position - self.prompt_tokens for position in record.remasked]
-        self._sent.difference_update(remasked)
-        self._sent.update(fill.position - self.prompt_tokens for fill in fills)
-        *lookaheads, anchor = record.branches
-        return {
-            "object": "diffusion.step",
-            "id": self.id,
-            "index": record.index,
-            "canvas_length": winner.end - self.prompt_tokens,
-            "fills": [self._fill(fill) for fill in fills],
-            "remasked": remasked,
-            "committed": max(0, record.cache_length + record.committed - self.prompt_tokens),
-            "winner": winner_rank(record),
-            "branches": [self._branch(rank, branch) for rank, branch in enumerate((anchor, *lookaheads))],
-        }
-
-    def _done(self, output: GenerationOutput, text: str) -> Json:
-        # A lookahead branch without masks wins without another pass, so its last token was in no diffusion.step.
-        fills = [
-            self._filled(position, token, prob)
-            for position, (token, prob) in enumerate(zip(output.token_ids, output.max_probs, strict=True))
-            if position not in self._sent
-        ]
-        return {
-            "object": "diffusion.done",
-            **self.head,
-            "fills": fills,
-            "token_ids": list(output.token_ids),
-            "text": text,
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-            "seed": output.seed,
-            **self.totals([output]),
-        }
-
-    def _branch(self, rank: int, branch: BranchRecord) -> Json:
-        lookahead = None if branch.lookahead is None else self._fill(branch.lookahead)
-        further = [self._fill(fill) for fill in branch.own_fills[1:]]
-        state = {"rank": rank, "score": branch.score, "masks": branch.masks}
-        return {**state, "lookahead": lookahead, "further": further}
-
-    def _fill(self, fill: Fill) -> Json:
-        return self._filled(fill.position - self.prompt_tokens, fill.token, fill.max_prob, fill.confidence)
-
-    def _filled(self, position: int, token_id: int, prob: float, confidence: float | None = None) -> Json:
-        token = None if self.tokenizer is None else self.tokenizer.piece(token_id).decode(errors="replace")
-        return {
-            "position": position,
-            "token_id": token_id,
-            "token": token,
-            "prob": prob,
-            "confidence": confidence,
-        }
+    def frame(self, event: Json) -> bytes:
+        return as_line(event) + b"\n" if self._is_file else super().frame(event)
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
@@ -190,6 +155,11 @@ HARMLESS_DIFFUSION: HarmlessValues = {
     "echo": (False,),
 }
 """A diffusion stream is always one streamed answer, and its events carry everything that these fields ask for."""
+TRACE: bool | None = Field(
+    None,
+    description="Answer with a trace file, which the page at / opens: the events as JSON lines, without [DONE]. "
+    "Default: false.",
+)
 
 WITHOUT_TOOLS: HarmlessValues = {"tools": (), "tool_choice": ("none",), "parallel_tool_calls": (True, False)}
 """Its events show what the model writes, calls as well, so that there is nothing to read from them."""
@@ -201,6 +171,13 @@ class DiffusionCompletionRequest(CompletionRequest):
     harmless = {**CompletionRequest.harmless, **HARMLESS_DIFFUSION}
     always_streams = True
     writer_type = StepWriter
+
+    trace: bool | None = TRACE
+
+    def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> StepWriter:
+        writer = super().writer(planner, model, choices)
+        assert isinstance(writer, StepWriter)
+        return writer.watch(planner, bool(self.trace))
 
     @field_validator("prompt")
     @classmethod
@@ -221,3 +198,10 @@ class DiffusionChatRequest(ChatRequest):
     harmless = {**ChatRequest.harmless, **HARMLESS_DIFFUSION, **WITHOUT_TOOLS}
     always_streams = True
     writer_type = StepWriter
+
+    trace: bool | None = TRACE
+
+    def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> StepWriter:
+        writer = super().writer(planner, model, choices)
+        assert isinstance(writer, StepWriter)
+        return writer.watch(planner, bool(self.trace))

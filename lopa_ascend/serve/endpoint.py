@@ -27,8 +27,6 @@ from lopa_ascend.types import GenerationOutput, Progress, Update
 
 PIECE = 64 * 2**10
 """Bytes of a whole answer that are sent at once."""
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which clients of server-sent events skip."""
 LARGE_UPDATE = 64
 """New tokens from which on the events of an update are made in a thread: with log probabilities they are megabytes."""
 
@@ -186,15 +184,13 @@ def encoded(writer: Writer, outputs: Sequence[GenerationOutput]) -> list[bytes]:
 
 
 class StreamedAnswer(GeneratedAnswer):
-    """The answer to a streaming request: server-sent events, of which one can be an error. Proxies end streams in which
+    """The answer to a streaming request: events, of which one can be an error. Proxies end streams in which
     nothing comes for long, so a comment comes after ``keep_alive_interval`` seconds without a frame."""
 
-    media_type = "text/event-stream"
-
     async def _send(self, send: Send) -> None:
-        self.headers.update(STREAM_HEADERS)
+        self.headers.update({**STREAM_HEADERS, "Content-Type": self._writer.media_type})
         await self._begin(send)
-        frames = Frames(send)
+        frames = Frames(send, self._writer.comment)
         interval = self._served.client.config.keep_alive_interval
         comments = asyncio.create_task(frames.keep_alive(interval))
         try:
@@ -230,10 +226,11 @@ class Frames:
 
     Args:
         send: sends a message of ASGI; waits while the client leaves much unread.
+        comment: what clients skip.
     """
 
-    def __init__(self, send: Send):
-        self._send = send
+    def __init__(self, send: Send, comment: bytes):
+        self._send, self._comment = send, comment
         self._sending = asyncio.Lock()
         self._last_sent = time.monotonic()
 
@@ -248,7 +245,7 @@ class Frames:
             if (remaining := self._last_sent + interval - time.monotonic()) > 0:
                 await asyncio.sleep(remaining)
             else:
-                await self.send(KEEP_ALIVE)
+                await self.send(self._comment)
 
 
 def _frames_of(writer: Writer, index: int, update: Update, progress: Progress) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Routes about the server: health, the served model, configuration, metrics, and a page for people."""
+"""Routes about the server: health, the served model, configuration and metrics."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import platform
 import time
 import uuid
 from collections.abc import Sequence
-from html import escape
 from http import HTTPStatus
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 import lopa_ascend
 from lopa_ascend.config import DecodingParams
@@ -117,11 +116,6 @@ def add_state(app: FastAPI, endpoint: Endpoint) -> None:
             raise unavailable("the queue is full", code="queue_full")
         return Status()
 
-    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
-    async def home(request: Request) -> str:
-        """A page for people: which model is served, in which state, and where to go on."""
-        return home_page(", ".join(endpoint.models), _problem(clients), request.scope.get("root_path", ""))
-
     @app.get("/version")
     async def version() -> Version:
         """Version of the server."""
@@ -144,14 +138,10 @@ def add_state(app: FastAPI, endpoint: Endpoint) -> None:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-def _problem(clients: Sequence[EngineClient]) -> str | None:
-    """Why an engine cannot serve; None if all can."""
-    return next((found for client in clients if (found := client.health()) is not None), None)
-
-
 def _check_health(clients: Sequence[EngineClient]) -> None:
-    if (found := _problem(clients)) is not None:
-        raise unavailable(found)
+    for client in clients:
+        if (found := client.health()) is not None:
+            raise unavailable(found)
 
 
 def add_models(app: FastAPI, endpoint: Endpoint) -> None:
@@ -291,44 +281,3 @@ def _versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
-
-
-# ---- the page at / ---------------------------------------------------------------------------------------------------
-
-PAGE = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{model} - LoPA-Dist-Ascend</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 40rem; margin: 3rem auto; padding: 0 1rem; }}
-code {{ background: #8881; padding: 0 .2em; }}
-</style>
-</head>
-<body>
-<h1>{model}</h1>
-<p>{status}</p>
-<p>An OpenAI-compatible server for a diffusion language model. Point a client to <code>{root}/v1</code>.</p>
-<ul>
-{links}
-</ul>
-</body>
-</html>
-"""
-LINKS = {
-    "/docs": "API documentation, with a form for every route",
-    "/v1/models": "the served model",
-    "/server_info": "the configuration in effect",
-    "/metrics": "Prometheus metrics",
-    "/health": "whether the engine makes progress",
-}
-
-
-def home_page(model: str, problem: str | None, root: str) -> str:
-    """The page as HTML. ``root`` is the path under which a proxy shows this server."""
-    root = escape(root)
-    status = "Ready." if problem is None else f"Not ready: {escape(problem)}."
-    links = "\n".join(f'<li><a href="{root}{path}">{path}</a>: {text}</li>' for path, text in LINKS.items())
-    return PAGE.format(model=escape(model), status=status, root=root, links=links)

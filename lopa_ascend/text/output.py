@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from lopa_ascend.config import DecodingParams
@@ -33,6 +34,9 @@ class OutputStream:
         self._alternatives: list[Alternatives] = []
         """For each token, if the request asked for ``top_logprobs``."""
         self._records: list[StepRecord] = []
+        self._marks: list[tuple[float, int]] = []
+        """See ``GenerationOutput.trace_marks``."""
+        self._began = time.monotonic()
 
     @property
     def stopped(self) -> bool:
@@ -52,6 +56,8 @@ class OutputStream:
         else:
             text = self._text.finish(self._tokens) if finished else self._text.push(self._tokens)
             num_shown = self._text.num_shown
+        if update.record is not None:
+            self._marks.append((time.monotonic() - self._began, len(text)))
         if finished or self.stopped:
             return self._finish(update, text)
         probs, alternatives = tuple(self._probs[:num_shown]), tuple(self._alternatives[:num_shown])
@@ -78,6 +84,7 @@ class OutputStream:
             cached_tokens=update.cached_tokens,
             seed=update.seed,
             trace=tuple(self._records) if self._records else None,
+            trace_marks=tuple(self._marks),
             alternatives=alternatives,
             continuation_logprobs=update.continuation_logprobs,
         )

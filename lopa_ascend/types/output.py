@@ -93,6 +93,9 @@ class GenerationOutput:
     """Seed of the sampling, for repeating it; None without sampling."""
     trace: tuple[StepRecord, ...] | None = field(default=None, repr=False)
     """One record for each forward pass, if a trace was asked for."""
+    trace_marks: tuple[tuple[float, int], ...] = field(default=(), repr=False, compare=False)
+    """For each record of ``trace``: seconds from the beginning of the request, and the characters of ``text`` that were
+    final."""
     alternatives: tuple[Alternatives, ...] = field(default=(), repr=False)
     """For each token, if the request asked for ``top_logprobs``."""
     continuation_logprobs: tuple[tuple[float, ...], ...] = ()

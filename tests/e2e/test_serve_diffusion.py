@@ -1,7 +1,9 @@
 """The event stream that shows every forward pass."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +36,10 @@ def test_events_are_the_trace_of_the_python_api(server: ServerProcess, model_dir
     assert len(steps) == len(output.trace) == output.num_forwards
     begin = start["prompt_tokens"]
     assert begin == len(output.prompt_token_ids)
+    assert {name: start["decoding"][name] for name in fields.keys() & start["decoding"]} == {
+        name: value for name, value in fields.items() if name != "seed"
+    }
+    assert [step["seconds"] for step in steps] == sorted(step["seconds"] for step in steps)
     for step, record in zip(steps, output.trace, strict=True):
         *lookaheads, anchor = record.branches
         assert step["index"] == record.index
@@ -55,6 +61,27 @@ def test_events_are_the_trace_of_the_python_api(server: ServerProcess, model_dir
     assert done["seed"] == fields.get("seed")
     assert done["usage"]["completion_tokens"] == len(output.token_ids)
     assert done["lopa"]["num_forwards"] == output.num_forwards
+
+
+def test_a_trace_file_is_the_stream_as_json_lines(server: ServerProcess, model_dir: Path, tmp_path: Path):
+    prompt, fields = "größer als", {"max_tokens": 24, "num_branches": 2, "stop": ["e"]}
+    asked = {"prompt": prompt, **fields}
+    answered = server.http.post("/v1/diffusion/completions", json={**asked, "trace": True})
+    assert answered.headers["content-type"] == "application/jsonl"
+    llm = LLM(model_dir)
+    params = llm.params(max_new_tokens=24, num_branches=2, stop=("e",))
+    (output,) = llm.generate([prompt], params, trace=True, quiet=True)
+    llm.save_trace(tmp_path / "run.jsonl", output, params)
+    streamed, (start, *steps, done) = answer(server, asked), map(json.loads, answered.text.splitlines())
+    saved = [*map(json.loads, (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines())]
+    assert (start["format"], start["version"], start["prompt"]) == ("lopa-trace", 1, prompt)
+    assert streamed[0]["prompt"] is None
+    for name in ("id", "created", "model", "seconds", "prompt", "usage"):
+        for event in (start, *steps, done, *saved, streamed[0], *streamed[1], streamed[2]):
+            event.pop(name, None)
+    assert [start, *steps, done] == saved == [streamed[0], *streamed[1], streamed[2]]
+    with pytest.raises(ValueError, match="trace=True"):
+        llm.save_trace(tmp_path / "none.jsonl", llm.generate([prompt], params, quiet=True)[0], params)
 
 
 def documented_client() -> Callable[..., Iterator[list[int | None]]]:

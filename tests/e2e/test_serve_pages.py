@@ -9,11 +9,8 @@ from tests.e2e.conftest import ServerProcess, running
 
 
 def test_pages_load_nothing_from_other_hosts(server: ServerProcess):
-    home, docs = server.http.get("/"), server.http.get("/docs")
-    assert home.headers["content-type"].startswith("text/html")
-    assert "<h1>tiny</h1>" in home.text
-    assert "Ready." in home.text
-    for page in (home, docs, server.http.get("/redoc")):
+    docs = server.http.get("/docs")
+    for page in (docs, server.http.get("/redoc")):
         addresses = re.findall(r"""(?:src|href|url)\s*[=:]\s*["']([^"']+)["']""", page.text)
         assert addresses
         for address in addresses:
@@ -21,6 +18,14 @@ def test_pages_load_nothing_from_other_hosts(server: ServerProcess):
             assert server.http.get(address).status_code == 200, address
     scripts = re.findall(r'<script src="([^"]+)"', docs.text)
     assert all(len(server.http.get(script).content) > 100_000 for script in scripts)
+
+
+def test_the_live_view_is_at_the_root_unless_it_is_switched_off(server: ServerProcess, model_dir: Path):
+    browser = {"Accept": "text/html"}
+    assert '<script type="module" src="view/app.js">' in server.http.get("/", headers=browser).text
+    with running("--model", str(model_dir), "--no-ui") as process:
+        assert "/docs" in process.http.get("/", headers=browser).text
+        assert process.http.get("/view/app.js").status_code == 404
 
 
 def preflight(http: httpx.Client, origin: str) -> httpx.Response:

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
-from lopa_ascend.serve.endpoint import KEEP_ALIVE, Frames
+from lopa_ascend.serve.endpoint import Frames
 from lopa_ascend.serve.greeting import _blocks_line, _graphs_line, _recommended_lines, _sampling_line
 from lopa_ascend.serve.http import body
 from lopa_ascend.serve.http.access import Access, allow_origins, hosts_of
@@ -346,7 +346,7 @@ def test_comments_wait_for_a_client_that_reads_slowly_and_can_be_switched_off():
             sent.append(message["body"])
             await may_go_on.wait()
 
-        frames = Frames(send)
+        frames = Frames(send, b": comment")
         await asyncio.wait_for(frames.keep_alive(0), 5)
         comments = asyncio.create_task(frames.keep_alive(0.01))
         first = asyncio.create_task(frames.send(b"data: 1"))
@@ -359,7 +359,7 @@ def test_comments_wait_for_a_client_that_reads_slowly_and_can_be_switched_off():
         comments.cancel()
 
     asyncio.run(stream())
-    assert set(sent[1:]) == {KEEP_ALIVE}
+    assert set(sent[1:]) == {b": comment"}
 
 
 def test_a_star_lets_web_pages_of_all_origins_read_answers():

@@ -26,6 +26,8 @@ request_logger = logging.getLogger("lopa_ascend.requests")
 
 OPEN_ROUTES = ("/health", "/ready", "/version")
 """Answered without a key, and whatever Host a request names: load balancers have no key, and use names of their own."""
+PAGE = re.compile("/|/view/[^/]+")
+"""Routes of the live view, answered without a key: a browser that opens an address has none."""
 SHORT_BODY = 2**16
 """Bytes of a body that may still come after an answer."""
 PORT = re.compile(r":\d*$")
@@ -89,8 +91,7 @@ class Access:
                 MutableHeaders(scope=message)["x-request-id"] = own_id
             await send(message)
 
-        is_open = scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_ROUTES
-        refusal = None if is_open else self._wrong_host(headers) or self._wrong_key(headers) or _wrong_encoding(headers)
+        refusal = self._refusal(scope["path"].removeprefix(scope.get("root_path", "")), headers)
         if scope["method"] == "HEAD":  # uvicorn drops the body of the answer
             scope = {**scope, "method": "GET"}
         if refusal is not None:
@@ -104,6 +105,13 @@ class Access:
                 message = f"{type(error).__name__}: {error}"
                 answer = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="internal_error").response()
                 await answer(scope, receive, send_with_id)
+
+    def _refusal(self, route: str, headers: Headers) -> ASGIApp | None:
+        """The answer to a request that may not reach the application."""
+        if route in OPEN_ROUTES:
+            return None
+        wrong_key = None if PAGE.fullmatch(route) else self._wrong_key(headers)
+        return self._wrong_host(headers) or wrong_key or _wrong_encoding(headers)
 
     def _wrong_host(self, headers: Headers) -> ASGIApp | None:
         """The refusal of a request whose header Host names another machine.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -64,7 +64,11 @@ class Writer(ABC):
 
     id: str
     """Id of the answer."""
-    end: ClassVar[bytes] = b"data: [DONE]\n\n"
+    media_type: str = "text/event-stream"
+    """Of the stream."""
+    comment: bytes = b": keep-alive\n\n"
+    """What readers of the stream skip."""
+    end: bytes = b"data: [DONE]\n\n"
     """The end of the stream, after the events of an answer and after those of a failure."""
 
     @abstractmethod

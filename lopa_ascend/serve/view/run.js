@@ -1,0 +1,116 @@
+// One answer, pass by pass. State i is that after i passes; state 0 has the empty canvas.
+
+import { Problem } from "./server.js";
+
+const FORMAT = "lopa-trace", VERSION = 1;
+const MOST = 1 << 14; // positions that a canvas can show in a narrow window
+
+export class Run {
+  constructor(label) {
+    this.label = label;
+    this.start = this.done = null;
+    this.problem = "";
+    this.events = [];
+    this.steps = [];
+    this.cells = []; // by position: {fill, pass, own}, pass as the number of the state that has it first
+    this.counts = [0]; // filled positions by state
+  }
+
+  get last() { return this.steps.length; }
+  get text() { return this.done?.text ?? this.steps.at(-1)?.text ?? ""; }
+  get seconds() { return this.steps.at(-1)?.seconds ?? 0; }
+  get size() { return Math.max(this.steps.at(-1)?.canvas_length ?? 0, this.cells.length); }
+
+  // Takes the next event; raises a Problem if it belongs to no trace of this version.
+  add(event, source = "The stream") {
+    if (!this.start) check(event, source);
+    if (event.error) return this.end(event.error.message);
+    const isStep = event.object === "diffusion.step";
+    if (this.start && !isStep && event.object !== "diffusion.done") throw new Problem(`${source} has an event that is no pass.`);
+    this.events.push(event);
+    if (!this.start) {
+      this.start = event;
+      this.label ||= labelOf(event.decoding);
+      return;
+    }
+    const isComplete = Array.isArray(event.fills) && (!isStep || (event.canvas_length <= MOST && event.branches?.[event.winner]));
+    if (!isComplete) throw new Problem(`${source} has a pass without its fills or branches.`);
+    if (isStep) this.steps.push(event);
+    else this.done = event;
+    const own = isStep && event.winner ? 1 + event.branches[event.winner].further.length : 0;
+    for (const [index, fill] of event.fills.entries()) {
+      const { position } = fill;
+      if (!(position >= 0 && position < MOST)) throw new Problem(`${source} fills the position ${position}, which no answer has.`);
+      this.cells[fill.position] = { fill, pass: this.last, own: index < own };
+    }
+    this.counts[this.last] = (this.counts[this.last - isStep] ?? 0) + event.fills.length;
+  }
+
+  // Notes why the stream ended before its last event.
+  end(problem) {
+    if (this.done) return;
+    const after = this.last ? ` after ${count(this.last, "pass")}: what is shown is all that came` : " before the first pass";
+    this.problem = problem || `The server stopped in mid-answer${after}. See whether it runs, then ask again.`;
+  }
+
+  // How the answer ended, in a sentence.
+  get ending() {
+    if (this.problem) return this.problem;
+    if (!this.done) return "";
+    const { finish_reason: reason, lopa, token_ids: tokens } = this.done;
+    if (reason === "abort") return `The answer was stopped after ${count(this.last, "pass")}: what is shown is not the whole answer.`;
+    const length = reason === "length" ? " It ended because it may not be longer: raise max_tokens for more." : "";
+    return `${count(tokens.length, "token")} in ${count(lopa.num_forwards, "pass")}, ${lopa.tokens_per_forward.toFixed(1)} a pass.${length}`;
+  }
+
+  // The blocks in state i: [{begin, end, state}].
+  blocks(i) {
+    const step = this.steps[i - 1], { block_size: size, first_block: first, decoding } = this.start ?? {};
+    if (!step) return [];
+    const isPipelined = decoding.decoding === "d2f" || (decoding.decoding === "lopa" && decoding.base === "d2f");
+    const found = [];
+    let before = 1, someMasked = false; // share of the block before that is filled: the prompt is
+    for (let begin = first; begin < step.canvas_length; begin += size) {
+      const end = Math.min(begin + size, step.canvas_length);
+      let masks = 0;
+      for (let p = Math.max(begin, 0); p < end; p++) masks += !(this.cells[p]?.pass <= i);
+      const isActivated = isPipelined ? before >= decoding.tau_act : decoding.decoding !== "vanilla" && !someMasked;
+      const state = masks ? (isActivated ? "activated" : "open") : end <= step.committed ? "committed" : "filled";
+      found.push({ begin: Math.max(begin, 0), end, state });
+      someMasked ||= masks > 0;
+      before = (end - begin - masks) / (end - begin);
+    }
+    return found;
+  }
+
+  // State i in a sentence.
+  sentence(i) {
+    const step = this.steps[i - 1];
+    if (!step) return this.start ? "Before the first pass: nothing is filled." : "Waiting for the server.";
+    const own = step.branches[step.winner].lookahead;
+    const anchor = step.branches.length > 1 ? "the anchor won" : "there was no branch";
+    const who = own ? `branch ${step.winner} won with “${shown(own)}” at ${own.position}` : anchor;
+    const which = `Pass ${i} of ${this.last}${this.done || this.problem ? "" : " so far"}`;
+    return `${which}: ${count(step.fills.length, "position")} filled, ${who}; ${this.counts[i]} of ${step.canvas_length} filled.`;
+  }
+}
+
+function check(event, source) {
+  if (event.format !== FORMAT) {
+    throw new Problem(`${source} is no trace. Make one with "trace": true in a request, or with LLM.save_trace.`);
+  }
+  if (event.version !== VERSION) {
+    const versions = `has version ${event.version} of the format, and this page reads version ${VERSION}`;
+    throw new Problem(`${source} ${versions}: open it with the page of the release that wrote it.`);
+  }
+  const hasBlocks = event.block_size > 0 && event.first_block <= 0 && event.first_block > -event.block_size;
+  if (!hasBlocks || !event.decoding) throw new Problem(`${source} has a damaged first line.`);
+}
+
+// Settings in a line.
+export const labelOf = (fields) => Object.entries(fields).map(([name, value]) => (name === "decoding" ? value : `${name} ${value}`)).join(", ");
+
+export const count = (n, what) => `${n} ${what}${n === 1 ? "" : what.endsWith("s") ? "es" : "s"}`;
+
+// A token with its spaces and line breaks visible.
+export const shown = (fill) => (fill.token == null ? `#${fill.token_id}` : fill.token.replaceAll(" ", "·").replaceAll("\n", "⏎"));

@@ -1,0 +1,440 @@
+"""The live view in a real Chromium: conversations, comparisons, scrubbing, keys, errors, files, and how it looks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import ServerProcess, running
+from tests.view.conftest import Pages
+from tests.view.traces import START, large, lines, small
+
+QUESTION = "Tom has 12 apples. Tom buys 35 more. How many apples does Tom have now?"
+SUMMARY = re.compile(r"(\d+) tokens in (\d+) pass(es)?, [\d.]+ a pass\.")
+
+
+def ask(page: Any, question: str) -> None:
+    page.wait_for_selector("#send:enabled")
+    page.fill("#question", question)
+    page.press("#question", "Enter")
+
+
+def finished(page: Any) -> None:
+    page.wait_for_selector("#stop", state="hidden")
+    until(page, lambda: "pass" in page.inner_text("#status"))
+
+
+def until(page: Any, condition: Callable[[], bool]) -> None:
+    """Waits for a condition. Playwright's own waiting for functions needs a laxer content policy."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, page.inner_text("body")
+        page.wait_for_timeout(30)
+
+
+def passes_of(page: Any) -> int:
+    """Passes that the page has."""
+    return int(page.get_attribute("#scrub", "max"))
+
+
+def texts(page: Any, selector: str) -> list[str]:
+    found: list[str] = page.locator(selector).all_inner_texts()
+    return found
+
+
+def open_file(page: Any, name: str, content: bytes) -> None:
+    page.set_input_files("#file", {"name": name, "mimeType": "application/jsonl", "buffer": content})
+
+
+def picture(page: Any) -> str:
+    shown: str = page.evaluate("document.querySelector('canvas').toDataURL()")
+    return shown
+
+
+def problem_has(page: Any, text: str) -> bool:
+    return text in (page.text_content("#problem") or "")
+
+
+def press(page: Any, *keys: str) -> str:
+    """What the page says of the pass after some keys."""
+    page.locator("#scrub").focus()
+    for key in keys:
+        page.keyboard.press(key)
+    said: str = page.inner_text(".sentence")
+    return said
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_of_two_questions(demo: ServerProcess, pages: Pages):
+    page = pages(demo.url)
+    ask(page, QUESTION)
+    finished(page)
+    first = texts(page, "#log .model span")[0]
+    plain = demo.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": QUESTION}]}).json()
+    assert first == plain["choices"][0]["message"]["content"].strip()
+    tokens, passes = map(int, SUMMARY.search(page.inner_text("#status")).groups()[:2])
+    assert (tokens, passes) == (plain["usage"]["completion_tokens"], plain["lopa"]["num_forwards"])
+    assert texts(page, ".counts dd")[:2] == [str(passes), str(tokens)]
+    with page.expect_request("**/v1/diffusion/chat/completions") as sent:
+        ask(page, "And if Tom gives 7 to Ann?")
+    assert [message["role"] for message in sent.value.post_data_json["messages"]] == ["user", "assistant", "user"]
+    finished(page)
+    assert len(texts(page, "#log .model")) == 2
+    assert page.title() == "demo"
+
+
+def test_a_comparison_by_passes_and_by_the_clock(demo: ServerProcess, pages: Pages):
+    page = pages(demo.url)
+    page.wait_for_selector("#send:enabled")
+    page.check("#compare")
+    page.get_by_label("tau_conf").nth(1).fill("0.9")
+    ask(page, QUESTION)
+    finished(page)
+    assert texts(page, ".panel h2") == ["A: d2f", "B: lopa, tau_conf 0.9"]
+    passes = [int(n) for n in re.findall(r"in (\d+) pass", page.inner_text("#status"))]
+    assert len(passes) == 2
+    assert passes[0] > passes[1]
+    press(page, "End")
+    assert texts(page, ".counts div:first-child dd") == [*map(str, passes)]
+    press(page, "Home", "ArrowRight")
+    assert texts(page, ".counts div:first-child dd") == ["1", "1"]
+    page.select_option("#by", "clock")
+    press(page, "Home", "ArrowRight")
+    assert sorted(texts(page, ".counts div:first-child dd")) == ["0", "1"]
+    press(page, "End")
+    assert texts(page, ".counts div:first-child dd") == [*map(str, passes)]
+
+
+def test_the_link_holds_settings_and_question(demo: ServerProcess, pages: Pages):
+    page = pages(demo.url)
+    page.wait_for_selector("#send:enabled")
+    page.check("#compare")
+    page.get_by_label("block size").first.fill("8")
+    page.fill("#question", "1 & 2?")
+    page.click("#link")
+    other = pages(page.url)
+    other.wait_for_selector("#send:enabled")
+    assert other.is_checked("#compare")
+    assert other.input_value("#question") == "1 & 2?"
+    assert other.get_by_label("block size").first.input_value() == "8"
+    assert [other.get_by_label("decoding").nth(side).input_value() for side in (0, 1)] == ["d2f", "lopa"]
+    assert other.get_by_label("branches (k)").first.is_disabled()
+
+
+def test_a_link_with_a_setting_that_the_server_lacks_is_told(demo: ServerProcess, pages: Pages):
+    page = pages(f"{demo.url}/#a.decoding=other")
+    page.wait_for_selector("#problem:visible")
+    assert "sets decoding to other, which this server does not have" in page.inner_text("#problem")
+
+
+def test_controls_come_from_the_server(demo: ServerProcess, pages: Pages):
+    page = pages(demo.url)
+    page.wait_for_selector("#send:enabled")
+    info, field = demo.http.get("/server_info").json()["decoding"], page.get_by_label("block size").first
+    assert field.get_attribute("placeholder") == str(info["block_size"])
+    assert "Positions in a block" in field.get_attribute("title")
+    choices = page.get_by_label("decoding").first.locator("option").all_inner_texts()
+    assert choices[0] == f"({info['decoding']})"
+    assert {"lopa", "d2f", "vanilla"} < set(choices)
+
+
+# ---- passes ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_pass_can_be_looked_at(demo: ServerProcess, pages: Pages):
+    page = pages(demo.url)
+    open_file(page, "small.jsonl", lines(small()))
+    until(page, lambda: passes_of(page) == 3)
+    assert press(page, "Home").startswith("Before the first pass")
+    empty = picture(page)
+    assert press(page, "ArrowRight") == "Pass 1 of 3: 4 positions filled, there was no branch; 4 of 16 filled."
+    assert texts(page, ".blocks span") == ["0\u20137 activated", "8\u201315 activated"]
+    assert press(page, "ArrowRight").startswith(
+        "Pass 2 of 3: 5 positions filled, branch 1 won with \u201c\u00b7t9\u201d at 9"
+    )
+    assert texts(page, ".blocks span") == ["0\u20137 filled", "8\u201315 activated"]
+    assert texts(page, "tbody th") == ["anchor", "1 wins", "2"]
+    assert texts(page, "tbody tr:nth-child(3) td") == ["\u00b7t12", "12", " 0.2500", "1"]
+    second = picture(page)
+    for position, said in (
+        (9, "filled by pass 2 as the winning branch's own token"),
+        (12, "masked"),
+        (0, "filled by pass 1"),
+    ):
+        columns = page.evaluate("Math.floor(document.querySelector('.grid').clientWidth / 58)")
+        where = {"x": 58 * (position % columns) + 9, "y": 25 * (position // columns) + 9}
+        page.hover("canvas", position=where)
+        assert page.inner_text(".detail").startswith(f"Position {position}: ")
+        assert page.inner_text(".detail").endswith(said)
+    assert press(page, "End").endswith("14 tokens in 3 passes, 4.7 a pass.")
+    assert texts(page, ".blocks span") == ["0\u20137 committed", "8\u201315 filled"]
+    assert len({empty, second, picture(page)}) == 3
+    press(page, "ArrowLeft")
+    assert picture(page) == second
+    assert "branch 1 won" in page.get_attribute("#scrub", "aria-valuetext")
+    page.mouse.click(5, 5)
+    page.keyboard.press(" ")
+    until(page, lambda: page.inner_text("#play") == "Play")
+    assert texts(page, ".counts dd")[0] == "3"
+
+
+def test_a_pass_is_drawn_in_less_than_a_thirtieth_of_a_second(demo: ServerProcess, pages: Pages):
+    """4,096 positions and 16 branches; another state in every frame. CPU time counts, as other processes may run."""
+    page = pages(demo.url, viewport={"width": 1600, "height": 1000})
+    open_file(page, "large.jsonl", lines(large(4096, 16, 14)))
+    until(page, lambda: passes_of(page) == 293)
+    scrub = """() => new Promise((resolve) => {
+        const scrub = document.querySelector("#scrub"), begun = performance.now();
+        let frames = 0;
+        const next = (now) => {
+            if (now - begun > 2000) return resolve([frames, (now - begun) / 1000]);
+            scrub.value = (++frames * 97) % 293;
+            scrub.dispatchEvent(new Event("input"));
+            requestAnimationFrame(next);
+        };
+        requestAnimationFrame(next);
+    })"""
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    page.evaluate(scrub)  # compiles the scripts
+    before = cpu_seconds(session)
+    frames, seconds = page.evaluate(scrub)
+    cpu = (cpu_seconds(session) - before) / frames
+    print(f"{frames / seconds:.0f} frames a second, {1000 * cpu:.1f} ms of CPU each")
+    assert cpu < 1 / 30
+    assert len(texts(page, "tbody tr")) == 16
+
+
+def cpu_seconds(session: Any) -> float:
+    """CPU time of the page's main thread."""
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return next(float(metric["value"]) for metric in metrics if metric["name"] == "TaskDuration")
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_trace_shows_the_same_run_to_a_colleague(demo: ServerProcess, pages: Pages, tmp_path: Path):
+    page = pages(demo.url)
+    ask(page, QUESTION)
+    finished(page)
+    said = press(page, "End")
+    with page.expect_download() as download:
+        page.click("#save")
+    download.value.save_as(tmp_path / "run.jsonl")
+    other, name = pages(demo.url), "run.jsonl"
+    drop = """(text) => {
+        const data = new DataTransfer();
+        data.items.add(new File([text], "run.jsonl"));
+        dispatchEvent(new DragEvent("drop", { dataTransfer: data, cancelable: true }));
+    }"""
+    other.evaluate(drop, (tmp_path / name).read_text(encoding="utf-8"))
+    other.wait_for_selector(".panel")
+    assert press(other, "End") == said
+    assert QUESTION in texts(other, "#log .you span")
+    body = {"messages": [{"role": "user", "content": QUESTION}], "trace": True}
+    open_file(other, "two.jsonl", demo.http.post("/v1/diffusion/chat/completions", json=body).content)
+    until(other, lambda: texts(other, ".panel h2")[0].startswith("two.jsonl"))
+    assert press(other, "End") == said
+
+
+BAD_FILES = {
+    b"\x89PNG\r\n": "is no trace: it does not hold JSON lines",
+    b'{"a": 1}\n': 'is no trace. Make one with "trace": true',
+    b"5\n": "is no trace. Make one",
+    b"": "is empty",
+    lines([{**START, "version": 2}]): "has version 2 of the format, and this page reads version 1: open it with",
+    lines([{**START, "block_size": 0}]): "has a damaged first line",
+    lines([START, {"object": "diffusion.step", "fills": []}]): "has a pass without its fills or branches",
+    lines([START, {**small()[1], "fills": [{"position": 10**9}]}]): "fills the position 1000000000",
+    lines(small())[:-40]: "breaks off or is damaged in line 5",
+}
+
+
+def test_a_wrong_file_is_told_in_a_sentence(demo: ServerProcess, pages: Pages):
+    page = pages(demo.url)
+    for content, said in BAD_FILES.items():
+        open_file(page, "bad.jsonl", content)
+        until(page, partial(problem_has, page, said))
+        assert page.inner_text("#problem").startswith("bad.jsonl")
+    open_file(page, "cut.jsonl", lines(small()[:3]))
+    page.wait_for_selector(".panel .problem:visible")
+    assert page.inner_text(".panel .problem") == "The trace ends after 2 passes, without the end of the answer."
+    assert page.is_hidden("#problem")
+    open_file(page, "failed.jsonl", lines([*small()[:2], {"error": {"message": "the engine has ended"}}]))
+    until(page, lambda: texts(page, ".panel .problem") == ["the engine has ended"])
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_setting_is_told_and_the_question_stays(demo: ServerProcess, pages: Pages):
+    page = pages(f"{demo.url}/#a.tau_conf=7")
+    ask(page, QUESTION)
+    page.wait_for_selector("#problem:visible")
+    assert "tau_conf" in page.inner_text("#problem")
+    assert page.input_value("#question") == QUESTION
+    page.get_by_label("tau_conf").first.fill("0.9")
+    page.press("#question", "Enter")
+    finished(page)
+    assert page.is_hidden("#problem")
+    assert SUMMARY.search(page.inner_text("#status"))
+
+
+def test_a_key_is_asked_for_and_kept_in_the_tab_alone(model_dir: Path, pages: Pages):
+    with running("--model", str(model_dir), "--max-new-tokens", "12", "--api-key", "secret") as server:
+        page = pages(server.url)
+        page.wait_for_selector("#key:visible")
+        assert page.inner_text("#problem") == "This server needs a key: type it here."
+        for wrong, said in (
+            ("wrong", "The server refuses this key"),
+            ("\u00e9\u4e2d", "only letters, digits and signs"),
+        ):
+            page.get_by_label("API key").fill(wrong)
+            page.click("#key button")
+            until(page, partial(problem_has, page, said))
+        page.get_by_label("API key").fill("secret")
+        page.click("#key button")
+        page.wait_for_selector("#key", state="hidden")
+        ask(page, "hello")
+        finished(page)
+        page.reload()
+        page.wait_for_selector("#send:enabled")
+        assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+        assert "secret" not in page.url
+        other = pages(server.url)
+        other.wait_for_selector("#key:visible")
+
+
+def test_a_stopped_answer_is_shown_as_one(slow: ServerProcess, pages: Pages):
+    page = pages(slow.url)
+    ask(page, "hello")
+    until(page, lambda: passes_of(page) > 5)
+    page.click("#stop")
+    page.wait_for_selector(".panel .problem:visible")
+    said = page.inner_text(".panel .problem")
+    assert re.fullmatch(r"The answer was stopped after \d+ passes: what is shown is not the whole answer\.", said)
+    assert said in texts(page, "#log .problem")
+
+
+@pytest.mark.parametrize("part", ["engine", "server"])
+def test_a_server_that_dies_in_mid_answer_is_told(slow: ServerProcess, pages: Pages, part: str):
+    page = pages(slow.url)
+    ask(page, "hello")
+    until(page, lambda: passes_of(page) > 5)
+    engine = slow.engine_pid
+    if part == "server":
+        slow.process.kill()
+    os.kill(engine, signal.SIGKILL)
+    page.wait_for_selector(".panel .problem:visible")
+    said = page.inner_text(".panel .problem")
+    assert ("stopped in mid-answer after" if part == "server" else "SIGKILL") in said
+    assert page.input_value("#question") == "hello"
+    assert passes_of(page) > 5
+    slow.process.wait(timeout=20)
+    page.press("#question", "Enter")
+    until(page, partial(problem_has, page, "cannot be reached"))
+
+
+def test_a_model_without_a_tokenizer_can_still_show_files(poisoned_dir: Path, pages: Pages):
+    with running("--model", str(poisoned_dir)) as server:
+        page = pages(server.url)
+        page.wait_for_selector("#problem:visible")
+        assert "no tokenizer" in page.inner_text("#problem")
+        assert page.is_disabled("#send")
+        open_file(page, "small.jsonl", lines(small()))
+        page.wait_for_selector(".panel")
+
+
+# ---- how it looks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1600])
+def test_it_fits_and_can_be_read(demo: ServerProcess, pages: Pages, width: int, scheme: str):
+    page = pages(demo.url, viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.wait_for_selector("#send:enabled")
+    page.check("#compare")
+    open_file(page, "large.jsonl", lines(large(700, 16, 50)))
+    until(page, lambda: passes_of(page) == 14)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    widths = page.evaluate("[...document.querySelectorAll('tbody tr:first-child > *')].map((cell) => cell.clientWidth)")
+    assert min(widths) >= 40, widths
+    colors = page.evaluate("""() => {
+        const style = getComputedStyle(document.documentElement);
+        const names = ["back", "text", "soft", "mask", "accent", "link", "bad", "l0", "l1", "l2", "l3", "l4", "l5"];
+        return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`)]));
+    }""")
+    assert (luminance(colors["back"]) < 0.1) == (scheme == "dark")
+    pairs = [("text", name) for name in ("back", "mask", "l0", "l1", "l2", "l3", "l4", "l5")]
+    pairs += [(name, "back") for name in ("soft", "accent", "link", "bad")]
+    for ink, paper in pairs:
+        assert contrast(colors[ink], colors[paper]) >= 4.5, (ink, paper)
+
+
+def luminance(color: str) -> float:
+    """Relative luminance of WCAG 2."""
+    digits = color.strip().removeprefix("#")
+    digits = "".join(2 * digit for digit in digits) if len(digits) == 3 else digits
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_everything_has_a_name_for_screen_readers(demo: ServerProcess, pages: Pages):
+    page = pages(demo.url)
+    page.wait_for_selector("#send:enabled")
+    assert page.get_by_role("log").count() == page.get_by_role("status").count() == 1
+    assert page.get_by_role("slider", name="Pass", exact=True).is_visible()
+    unnamed = page.evaluate("""() => [...document.querySelectorAll("button, input, select, textarea")]
+        .filter((node) => !node.labels?.length && !node.getAttribute("aria-label") && !node.textContent.trim())
+        .map((node) => node.outerHTML)""")
+    assert unnamed == []
+    page.keyboard.press("Tab")
+    order = []
+    for _ in range(30):
+        order.append(page.evaluate("document.activeElement.id"))
+        page.keyboard.press("Tab")
+    assert order.index("question") < order.index("send") < order.index("link") < order.index("file")
+
+
+def test_it_works_below_a_path_of_a_proxy(model_dir: Path, pages: Pages):
+    with running("--model", str(model_dir), "--max-new-tokens", "12", "--root-path", "/models/tiny") as server:
+        context = pages("about:blank").context
+        page = context.new_page()
+        strip = lambda route: route.fulfill(response=route.fetch(url=route.request.url.replace("/models/tiny", "", 1)))  # noqa: E731
+        page.route("**/models/tiny**", strip)
+        page.route("**/models/tiny/**", strip)
+        page.goto(f"{server.url}/models/tiny")
+        ask(page, "hello")
+        finished(page)
+        assert SUMMARY.search(page.inner_text("#status"))
+
+
+def test_all_events_come_as_they_are_made(slow: ServerProcess, pages: Pages):
+    """The page shows passes while the answer is still being made."""
+    page = pages(slow.url)
+    ask(page, "hello")
+    until(page, lambda: passes_of(page) > 5)
+    assert page.is_visible("#stop")
+    seen = passes_of(page)
+    until(page, lambda: passes_of(page) > seen)
+    assert texts(page, ".counts dd")[0] != "0"
+    press(page, "Home")
+    time.sleep(0.3)
+    assert texts(page, ".counts dd")[0] == "0"  # who looks at a pass is not taken to the latest
