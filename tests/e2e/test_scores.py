@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from lopa_ascend import LLM, ParameterError
+from lopa_ascend.backend.compiler import Eager
+from lopa_ascend.graph import setup
 from tests import reference
 from tests.tiny import VOCAB_SIZE, write_dream
 
@@ -88,3 +90,16 @@ def test_what_does_not_fit_into_one_pass_is_refused(llm: LLM) -> None:
     for texts, words in (([[MASK]], "the mask"), ([[1] * 600], "600"), ([], "must not be empty"), ([[]], "empty")):
         with pytest.raises(ParameterError, match=words):
             llm.score(PROMPT, texts)
+
+
+def test_requests_of_compiled_steps_run_beside_them(path: Path, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """The second time the prompt is cached, so that a compiled step could decode a request that generates."""
+    monkeypatch.setattr(setup, "load_compiler", lambda *_, **__: Eager())
+    compiled = LLM(path, max_num_seqs=2, max_model_len=512, threads=1, graph_mode="inductor")
+    expected = llm.score(PROMPT, TEXTS)
+    for _ in range(2):
+        found = compiled.score(PROMPT, TEXTS)
+        assert [list(values) for values in found] == [pytest.approx(list(values), abs=1e-5) for values in expected]
+    graphs = compiled.engine.stats().graphs
+    assert graphs is not None
+    assert graphs.eager_steps == {"continuations": 1}

@@ -117,7 +117,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "recursion without end": (formatted(ENDLESS), FORMAT),
     "an enum": (formatted({"properties": {"x": {"enum": [f"v{i}" for i in range(10_000)]}}}), FORMAT),
     "choices": ({"guided_choice": [f"v{i}" for i in range(10_000)]}, "guided_choice"),
-    "deep": (formatted(json.loads('{"items":' * 30 + "{}" + "}" * 30)), "response_format"),
+    "deep": (formatted(json.loads('{"items":' * 100 + "{}" + "}" * 100)), "response_format"),
     "contradiction": (formatted({"type": "string", "enum": [5]}), FORMAT),
     "grammar": ({"guided_grammar": 'start: "a" b'}, "guided_grammar"),
     "two fields": ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
