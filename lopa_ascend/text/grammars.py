@@ -137,8 +137,9 @@ def _source(grammar: Grammar) -> str:
         schema = grammar.text if grammar.kind == "json" else '{"type": "object"}'
         schema = {"true": "{}", "false": '{"enum": []}'}.get(schema, schema)
         # What the schema itself says under "x-guidance" must not make it mean less.
-        options = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        return LLMatcher.grammar_from_json_schema(
+            schema, overrides={"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+        )
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "choice":
