@@ -16,6 +16,8 @@ from lopa_ascend.engine.engine import Engine
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import load_tokenizer
 from tests.e2e.batching import decisions, run
+from tests.e2e.conftest import ServerProcess
+from tests.e2e.serving import events, refused
 from tests.grammar_samples import check, forms
 from tests.tiers import slow_but
 from tests.tiny import VOCAB_SIZE, write_dream, write_tokenizer
@@ -136,3 +138,24 @@ def test_a_grammar_without_a_way_on_ends_the_request(models: dict[str, Path]):
         with pytest.raises(RuntimeError, match="no token fits the grammar here"):
             llm.generate("hello", params, quiet=True)
         assert llm.generate("hello", llm.params(max_new_tokens=8), quiet=True)[0].token_ids
+
+
+def test_a_server_answers_and_refuses(server: ServerProcess):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    body = {"prompt": "hello", "max_tokens": 64, "structured_outputs": {"json": schema}, "logprobs": 2}
+    answer = server.http.post("/v1/completions", json=body).json()["choices"][0]
+    assert answer["finish_reason"] == "stop"
+    check({"json": schema}, answer["text"])
+    assert len(answer["logprobs"]["tokens"]) == len(answer["logprobs"]["token_logprobs"])
+    assert 0.0 in answer["logprobs"]["token_logprobs"], "what is forced is certain"
+    chunks = events(server.http.post("/v1/completions", json={**body, "stream": True, "logprobs": None}).text)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == answer["text"]
+    wrong = {"prompt": "hello", "structured_outputs": {"json": {"properties": {"a": {"not": {}}}}}}
+    error = refused(server.http.post("/v1/completions", json=wrong))
+    assert error["param"] == "structured_outputs"
+    assert "json at #/properties/a: Unimplemented keys" in error["message"]
