@@ -7,9 +7,9 @@ import random
 import re
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 
-Form = dict[str, Any]
+Form = Any
 """A value of ``structured_outputs``."""
 
 

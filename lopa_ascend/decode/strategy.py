@@ -260,8 +260,8 @@ class Strategy(ABC):
         return self.constraint.admitted((*after.tokens[:index], fill.token)) > index
 
     def _changes(
-        self, after: Branch, own_fills: Sequence[Fill], fills: Sequence[Fill]
-    ) -> tuple[Sequence[Fill], list[Fill], list[int]]:
+        self, after: Branch, own_fills: Sequence[Fill], fills: list[Fill]
+    ) -> tuple[list[Fill], list[Fill], list[int]]:
         """What a pass has done beside the winner's own tokens: the fills that stay, what was forced, and what was
         masked again; see ``StepRecord``."""
         if self.constraint is None:

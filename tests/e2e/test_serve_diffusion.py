@@ -107,6 +107,13 @@ CANVASES: list[dict[str, Any]] = [
     {"decoding": "vanilla", "steps": 6, "alg": "origin", "seed": 5},
     {"base": "parallel", "num_branches": 3, "block_size": 8},
     {"decoding": "fast_dllm", "block_size": 8, "block_cache": "dual", "tau_conf": 0.3},
+    {
+        "num_branches": 7,
+        "tau_conf": 0.1,
+        "block_size": 8,
+        "structured_outputs": {"regex": "[a-z ]{6}(the )?[a-z]{1,9}"},
+    },
+    {"decoding": "parallel", "block_size": 8, "structured_outputs": {"choice": ["hello the answer", "no"]}},
 ]
 
 

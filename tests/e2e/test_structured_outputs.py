@@ -16,6 +16,8 @@ from lopa_ascend.engine.engine import Engine
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import load_tokenizer
 from tests.e2e.batching import decisions, run
+from tests.e2e.conftest import ServerProcess
+from tests.e2e.serving import events, refused
 from tests.grammar_samples import check, forms
 from tests.tiers import slow_but
 from tests.tiny import VOCAB_SIZE, write_dream, write_tokenizer
@@ -38,11 +40,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     end = VOCAB_SIZE - 4
-    sdar = {"model_type": "sdar", "block_size": 4, "head_dim": 8, "bias": False}
+    sdar: dict[str, Any] = {"model_type": "sdar", "block_size": 4, "head_dim": 8, "bias": False}
     found = {
         "demo": Path(DEMO_MODEL),
         "dream": write_dream(folder / "dream", eos_token_id=end),
-        "sdar": write_dream(folder / "sdar", eos_token_id=end, **sdar),  # type: ignore[arg-type]
+        "sdar": write_dream(folder / "sdar", eos_token_id=end, **sdar),
         "fast_dllm_v2": write_dream(folder / "v2", eos_token_id=end, model_type="Fast_dLLM_Qwen", bd_size=32),
     }
     tensors = load_file(found["sdar"] / "model.safetensors")
@@ -77,7 +79,7 @@ def test_answers_keep_to_the_grammar(models: dict[str, Path], name: str, part: i
     prompt = tokenizer(model).encode("what is 3 and 4?")
     for options in CASES[name]:
         asked = [
-            (prompt, DecodingParams(**{"max_new_tokens": 512, "block_size": 32, **options}, structured_outputs=form))  # type: ignore[arg-type]
+            (prompt, DecodingParams.of(**{"max_new_tokens": 512, "block_size": 32, **options}, structured_outputs=form))
             for form in FORMS[part::PARTS]
         ]
         for form, output in zip(FORMS[part::PARTS], run(engine(model), asked), strict=True):
@@ -91,9 +93,9 @@ def test_answers_keep_to_the_grammar(models: dict[str, Path], name: str, part: i
 @pytest.mark.parametrize("name", ["dream", "sdar"])
 def test_neighbours_without_a_grammar_keep_their_tokens(models: dict[str, Path], name: str):
     prompt = tokenizer(models[name]).encode("the answer and")
-    options = {"max_new_tokens": 40, "block_size": 4 if name == "sdar" else 8, "num_branches": 3}
-    free = (prompt, DecodingParams(**options))  # type: ignore[arg-type]
-    bound = (prompt, DecodingParams(**options, structured_outputs={"regex": "[a-z]{20,30}"}))  # type: ignore[arg-type]
+    options: dict[str, Any] = {"max_new_tokens": 40, "block_size": 4 if name == "sdar" else 8, "num_branches": 3}
+    free = (prompt, DecodingParams.of(**options))
+    bound = (prompt, DecodingParams.of(**options, structured_outputs={"regex": "[a-z]{20,30}"}))
     [alone] = run(engine(models[name]), [free])
     together = run(engine(models[name]), [bound, free, bound])
     assert decisions(together[1]) == decisions(alone)
@@ -106,7 +108,7 @@ def test_exact_is_the_constrained_d2f(models: dict[str, Path]):
     prompt = tokenizer(model).encode("Tom has 3 apples.")
     for form in FORMS[:12]:
         plain, exact = (
-            DecodingParams(max_new_tokens=128, structured_outputs=form, **options)  # type: ignore[arg-type]
+            DecodingParams.of(max_new_tokens=128, structured_outputs=form, **options)
             for options in (
                 {"decoding": "d2f"},
                 {"branch_acceptance": "exact", "num_branches": 3, "lookahead_depth": 2},
@@ -136,3 +138,24 @@ def test_a_grammar_without_a_way_on_ends_the_request(models: dict[str, Path]):
         with pytest.raises(RuntimeError, match="no token fits the grammar here"):
             llm.generate("hello", params, quiet=True)
         assert llm.generate("hello", llm.params(max_new_tokens=8), quiet=True)[0].token_ids
+
+
+def test_a_server_answers_and_refuses(server: ServerProcess):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    body = {"prompt": "hello", "max_tokens": 64, "structured_outputs": {"json": schema}, "logprobs": 2}
+    answer = server.http.post("/v1/completions", json=body).json()["choices"][0]
+    assert answer["finish_reason"] == "stop"
+    check({"json": schema}, answer["text"])
+    assert len(answer["logprobs"]["tokens"]) == len(answer["logprobs"]["token_logprobs"])
+    assert 0.0 in answer["logprobs"]["token_logprobs"], "what is forced is certain"
+    chunks = events(server.http.post("/v1/completions", json={**body, "stream": True, "logprobs": None}).text)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == answer["text"]
+    wrong = {"prompt": "hello", "structured_outputs": {"json": {"properties": {"a": {"not": {}}}}}}
+    error = refused(server.http.post("/v1/completions", json=wrong))
+    assert error["param"] == "structured_outputs"
+    assert "json at #/properties/a: Unimplemented keys" in error["message"]
