@@ -119,7 +119,7 @@ class Parallel(Canvas):
             if len(accepted) < wanted:
                 fallbacks += wanted - len(accepted)
                 accepted = most_confident(early, wanted) + late[: max(0, wanted - len(early))]
-            chosen += accepted
+            chosen += sorted(accepted, key=lambda fill: fill.position) if late else accepted
         if self.properties.fills_as_llada and len(chosen) == fallbacks and len(window) > 1:
             others = [fill for fill in most_confident(predicted) if fill not in chosen]
             return chosen + others, fallbacks + len(others)
