@@ -120,7 +120,7 @@ class Parallel(Canvas):
             wanted = min(self._num_wanted(block), len(in_block)) if block is window[0] else 0
             num_late = max(0, wanted - len(early))
             filled, num_fallbacks = self.accept_in(branch, early, wanted - num_late)
-            chosen += filled + late[:num_late]
+            chosen += sorted([*filled, *late[:num_late]], key=lambda fill: fill.position) if late else filled
             fallbacks += num_fallbacks + num_late
         if self.properties.fills_as_llada and len(chosen) == fallbacks and len(window) > 1:
             others = [fill for fill in most_confident(predicted) if fill not in chosen]

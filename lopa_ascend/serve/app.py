@@ -24,8 +24,8 @@ from lopa_ascend.serve.openai.chat import ChatCompletion, ChatRequest
 from lopa_ascend.serve.openai.completions import Completion, CompletionRequest
 from lopa_ascend.serve.openai.request import GenerationRequest
 from lopa_ascend.serve.openai.responses import ResponseObject, ResponseRequest
-from lopa_ascend.serve.profiling import StartProfileRequest, StopProfileRequest, add_profiling
 from lopa_ascend.serve.openai.score import ScoreRequest, Scores
+from lopa_ascend.serve.profiling import StartProfileRequest, StopProfileRequest, add_profiling
 from lopa_ascend.serve.tokens import DetokenizeRequest, TokenizeRequest, add_tokenizer
 from lopa_ascend.serve.view import add_view
 
