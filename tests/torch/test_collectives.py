@@ -7,8 +7,9 @@ import torch
 
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.parallel import mesh
-from lopa_ascend.parallel.collectives import MAX_REASON, Group, RankError
+from lopa_ascend.parallel.collectives import MAX_REASON, Group, Ledger, RankError
 from lopa_ascend.parallel.launch import Rendezvous
+from lopa_ascend.types import Traffic
 
 
 def test_a_failure_shows_what_the_communication_library_said():
@@ -41,3 +42,12 @@ def test_hccl_waits_as_long_as_the_engine(monkeypatch: pytest.MonkeyPatch, own: 
     with pytest.raises(RankError, match="there is none"):
         mesh.Mesh.join(config, Rendezvous.on_this_machine(0, 2, 1), print)
     assert os.environ["HCCL_EXEC_TIMEOUT"] == expected
+
+
+def test_a_ledger_can_pause() -> None:
+    ledger = Ledger()
+    ledger.add("layers", 4)
+    with ledger.paused():
+        ledger.add("layers", 8)
+        ledger.add("branches", 1)
+    assert ledger.traffic() == (Traffic("layers", 1, 4),)
