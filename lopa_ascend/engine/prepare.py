@@ -181,7 +181,7 @@ def choose_num_pages(config: EngineConfig, prepared: Prepared, model: Model, pag
     useful = max(config.max_num_seqs * usual_slots, most_slots) * pages_for(prepared.max_model_len)
     reserved, graphs = 0, prepared.graph_plan
     if graphs is not None:
-        confidence, has_kernel = config.graph_params.confidence, model.ops.row_stats is not None
+        confidence, has_kernel = config.graph_params.confidence, prepared.ops.row_stats is not None
         scores = graphs.score_memory(model.local_vocab_size, model.head.dtype, confidence, has_kernel)
         reserved = graphs.num_padding_pages * page_bytes + scores
         if config.device == "npu":

@@ -104,6 +104,19 @@ def test_int8_products_are_exact(
         assert_near(got, expected)
 
 
+def test_a_row_does_not_depend_on_the_others() -> None:
+    x, weight = randn(70, 96), torch.randint(-127, 128, (40, 48), dtype=torch.int8)
+    by_output = randn(40).abs()
+
+    def results(rows: slice) -> list[Tensor]:
+        codes, scale = OPS.swiglu_quant(x[rows])
+        product = OPS.quant_linear(codes, scale, weight, by_output, None, torch.float32)
+        return [codes, scale, product, OPS.swiglu(x[rows]), OPS.quantize(x[rows])[0]]
+
+    for together, alone in zip(results(slice(None)), results(slice(60, 62)), strict=True):
+        assert torch.equal(together[60:62], alone)
+
+
 @every_op
 @given(seeds, rows, st.integers(1, 9), st.sampled_from([8, 16, 48]), dtypes, st.booleans())
 def test_rope(seed: int, tokens: int, heads: int, dim: int, dtype: torch.dtype, by_head: bool) -> None:

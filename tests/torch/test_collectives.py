@@ -7,7 +7,8 @@ import torch
 
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.parallel import mesh
-from lopa_ascend.parallel.collectives import MAX_REASON, Group, RankError
+from lopa_ascend.parallel.collectives import MAX_REASON, Group, Ledger, RankError
+from lopa_ascend.types import Traffic
 
 
 def test_a_failure_shows_what_the_communication_library_said():
@@ -33,3 +34,12 @@ def test_hccl_waits_as_long_as_the_engine(monkeypatch: pytest.MonkeyPatch, own: 
     config = EngineConfig(device="npu", tensor_parallel_size=2, distributed_timeout_seconds=90.5)
     assert mesh.exec_timeout(config) == expected
     assert mesh.creation_timeout("hccl", timedelta(), 5000) > timedelta(seconds=5000)
+
+
+def test_a_ledger_can_pause() -> None:
+    ledger = Ledger()
+    ledger.add("layers", 4)
+    with ledger.paused():
+        ledger.add("layers", 8)
+        ledger.add("branches", 1)
+    assert ledger.traffic() == (Traffic("layers", 1, 4),)

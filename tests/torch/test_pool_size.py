@@ -31,7 +31,8 @@ def num_pages(monkeypatch: pytest.MonkeyPatch, free: int, page_bytes: int, slots
     config = EngineConfig(device="npu", **ranks)
     shape = Bucket(config.max_num_seqs, 8, PAGES, 4, slots, 32, 8)
     plan = GraphPlan(shape, declare(shape, 8192), Eager())
-    prepared: Any = SimpleNamespace(max_model_len=MAX_MODEL_LEN, graph_plan=plan)
+    ops = SimpleNamespace(row_stats=None)
+    prepared: Any = SimpleNamespace(max_model_len=MAX_MODEL_LEN, graph_plan=plan, ops=ops)
     tp = config.tensor_parallel_size
     model: Any = SimpleNamespace(local_vocab_size=VOCABULARY // tp, head=torch.empty(0, dtype=torch.bfloat16))
     return choose_num_pages(config, prepared, model, page_bytes)
