@@ -46,7 +46,7 @@ def make_greeting(client: EngineClient, config: ServeConfig, listener: socket.so
         f"{_blocks_line(config, params)}"
         f"{_sampling_line(config, params)}"
         f"{_graphs_line(config.engine, params)}"
-        f"serving   {url}  (API documentation: {url}/docs)\n\n"
+        f"serving   {url}  ({'a live view; ' if config.ui else ''}API documentation: {url}/docs)\n\n"
         f"curl {url}{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"
     )
 

@@ -31,7 +31,7 @@ def test_the_page_and_all_its_files_come_from_below_the_root(root: str):
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert f'<base href="{root.replace("&", "&amp;")}/">' in page.text
     names = set(re.findall(r'(?:src|href)="view/([^"]+)"', page.text))
-    files, total = {}, len(page.content)
+    files, total = dict[str, Any](), len(page.content)
     while names - files.keys():
         name = (names - files.keys()).pop()
         answer = files[name] = asked.get(f"{root}/view/{name}")

@@ -49,10 +49,14 @@ class Pages:
         self.contexts.append(context)
         page, origin = context.new_page(), url.split("#")[0]
         page.on("pageerror", lambda error: self.faults.append(str(error)))
-        page.on("console", lambda message: "Policy" in message.text and self.faults.append(message.text))
+        page.on("console", lambda message: self._read(message.text))
         page.on("request", lambda request: self._check(request.url, origin))
         page.goto(url)
         return page
+
+    def _read(self, message: str) -> None:
+        if "Policy" in message:
+            self.faults.append(message)
 
     def _check(self, url: str, origin: str) -> None:
         if not url.startswith((origin, f"blob:{origin}")):

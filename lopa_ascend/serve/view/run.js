@@ -48,7 +48,7 @@ export class Run {
 
   // Notes why the stream ended before its last event.
   end(problem) {
-    if (this.done) return;
+    if (this.done || this.problem) return;
     const after = this.last ? ` after ${count(this.last, "pass")}: what is shown is all that came` : " before the first pass";
     this.problem = problem || `The server stopped in mid-answer${after}. See whether it runs, then ask again.`;
   }
