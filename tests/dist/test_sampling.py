@@ -65,11 +65,15 @@ def test_grammars_hold_on_ranks(tmp_path: Path) -> None:
     """Every rank follows the grammar by itself, and a shard of the vocabulary may have no token that fits."""
     model = write_dream(tmp_path / "model", eos_token_id=VOCAB_SIZE - 4)
     write_tokenizer(model)
-    forms = [{"regex": "[0-9]{2,6}"}, {"json": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 3}}]
-    requests = [
+    colors = {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 3}
+    forms: list[dict[str, Any]] = [{"regex": "[0-9]{2,6}"}, {"json": colors}]
+    variants: list[dict[str, Any]] = [
+        {}, {"temperature": 1.0, "seed": 3}, {"confidence": "neg_entropy"}, {"confidence": "margin"},
+    ]  # fmt: skip
+    requests: list[dict[str, Any]] = [
         {"prompt": [1, 2, 3, 4], "params": {"max_new_tokens": 48, "structured_outputs": form, **more}}
         for form in forms
-        for more in ({}, {"temperature": 1.0, "seed": 3}, {"confidence": "neg_entropy"}, {"confidence": "margin"})
+        for more in variants
     ]
     with LLM(model) as llm:
         alone = [llm.generate(r["prompt"], DecodingParams(**r["params"]), quiet=True)[0] for r in requests]

@@ -29,7 +29,8 @@ def test_every_cell_appears_with_the_pass_that_fills_it():
 
 def test_passes_follow_one_another():
     rules = "".join(animations(4))
-    begins = [float(re.search(rf"@keyframes s{number}{{.*?([\d.]+)%,100%", rules)[1]) for number in range(5)]
+    found = [re.findall(rf"@keyframes s{number}{{.*?([\d.]+)%,100%", rules) for number in range(5)]
+    begins = [float(begin) for (begin,) in found]
     assert begins == sorted(set(begins))
     assert begins[0] == 0
     assert {float(seconds) for seconds in re.findall(r"([\d.]+)s infinite", rules)} == {4 * 0.8 + 4}

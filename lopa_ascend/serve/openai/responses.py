@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, Tag
 
@@ -349,7 +349,7 @@ class ResponseWriter(Writer):
         choice: how it is decoded.
     """
 
-    end: ClassVar[bytes] = b""
+    end = b""
 
     def __init__(self, model: str, request: ResponseRequest, choice: AskedChoice):
         self._num_events = 0
