@@ -86,7 +86,7 @@ class PassEvents:
             "id": self._head["id"],
             "index": record.index,
             "seconds": round(seconds, 6),
-            "canvas_length": max(winner.end, *(fill.position + 1 for fill in record.forced)) - len(self._prompt),
+            "canvas_length": max([winner.end, *(fill.position + 1 for fill in record.forced)]) - len(self._prompt),
             "fills": [self._fill(fill) for fill in fills],
             "remasked": remasked,
             "committed": max(0, record.cache_length + record.committed - len(self._prompt)),

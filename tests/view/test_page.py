@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.conftest import ServerProcess, running
 from tests.view.conftest import Pages
-from tests.view.traces import START, large, lines, small
+from tests.view.traces import START, branch, fill, large, lines, small, step
 
 QUESTION = "Tom has 12 apples. Tom buys 35 more. How many apples does Tom have now?"
 SUMMARY = re.compile(r"(\d+) tokens in (\d+) pass(es)?, [\d.]+ a pass\.")
@@ -186,6 +186,23 @@ def test_every_pass_can_be_looked_at(demo: ServerProcess, pages: Pages):
     page.keyboard.press(" ")
     until(page, lambda: page.inner_text("#play") == "Play")
     assert texts(page, ".counts dd")[0] == "3"
+
+
+def test_a_position_that_is_masked_again_is_shown_as_masked(demo: ServerProcess, pages: Pages):
+    page = pages(demo.url)
+    anchor = [branch(0, 0.5, None)]
+    again = {**step(1, [fill(1)], anchor, 0, 4), "remasked": [1, 2]}
+    open_file(
+        page,
+        "again.jsonl",
+        lines([START, step(0, [fill(0), fill(1), fill(2)], anchor, 0, 4), again, step(2, [fill(2)], anchor, 0, 4)]),
+    )
+    until(page, lambda: passes_of(page) == 3)
+    for key, number in (("Home", None), ("ArrowRight", 3), ("ArrowRight", 2), ("ArrowRight", 3)):
+        sentence = press(page, key)
+        assert number is None or f"{number} of 4 filled" in sentence
+        page.hover("canvas", position={"x": 2 * 58 + 9, "y": 9})
+        assert page.inner_text(".detail").endswith("masked") == (number in (None, 2))
 
 
 def test_a_pass_is_drawn_in_less_than_a_thirtieth_of_a_second(demo: ServerProcess, pages: Pages):

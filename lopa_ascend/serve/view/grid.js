@@ -64,7 +64,7 @@ export class Grid {
     const { pen, colors, cell } = this, open = run.steps[i - 1]?.canvas_length ?? 0;
     const visible = run.done && i === run.last ? run.done.token_ids.length : Infinity;
     for (let position = 0; position < run.size; position++) {
-      const known = run.cells[position], isFilled = known?.pass <= i, [x, y] = this.place(position);
+      const known = run.at(position, i), isFilled = Boolean(known), [x, y] = this.place(position);
       pen.globalAlpha = position < visible ? 1 : 0.4;
       if (isFilled || position < open) {
         pen.fillStyle = isFilled ? colors[`l${level(known.fill.prob)}`] : colors.mask;
@@ -83,10 +83,10 @@ export class Grid {
   // Marks what the pass has filled, and the tokens of branches that lost.
   drawPass(run, i) {
     const { fills = [], branches = [] } = run.steps[i - 1] ?? {};
-    for (const { position } of fills) if (!run.cells[position].own) this.frame(position, this.colors.text, 1);
+    for (const { position } of fills) if (!run.at(position, i).own) this.frame(position, this.colors.text, 1);
     this.pen.setLineDash([3, 2]);
     for (const { lookahead: own } of branches) {
-      if (!own || !(own.position < run.size) || run.cells[own.position]?.pass <= i) continue;
+      if (!own || !(own.position < run.size) || run.at(own.position, i)) continue;
       this.frame(own.position, this.colors.accent, 1);
       this.write(own.position, own, this.colors.soft);
     }

@@ -95,9 +95,9 @@ export class Panel {
   }
 
   explain(position) {
-    const { fill, pass, own } = this.run.cells[position] ?? {};
+    const { fill, pass, own } = this.run.at(position, this.at) ?? {};
     const who = own ? " as the winning branch's own token" : "";
-    const said = pass <= this.at ? `“${shown(fill)}”, probability ${fill.prob.toFixed(4)}, filled by pass ${pass}${who}` : "masked";
+    const said = fill ? `“${shown(fill)}”, probability ${fill.prob.toFixed(4)}, filled by pass ${pass}${who}` : "masked";
     this.detail.textContent = `Position ${position}: ${said}`;
   }
 }

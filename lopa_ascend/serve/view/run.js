@@ -12,7 +12,7 @@ export class Run {
     this.problem = "";
     this.events = [];
     this.steps = [];
-    this.cells = []; // by position: {fill, pass, own}, pass as the number of the state that has it first
+    this.cells = []; // by position: its fills, each {fill, pass, own, until}: the state has it from number pass to before until
     this.counts = [0]; // filled positions by state
   }
 
@@ -20,6 +20,9 @@ export class Run {
   get text() { return this.done?.text ?? this.steps.at(-1)?.text ?? ""; }
   get seconds() { return this.steps.at(-1)?.seconds ?? 0; }
   get size() { return Math.max(this.steps.at(-1)?.canvas_length ?? 0, this.cells.length); }
+
+  // The fill of a position in state i; undefined if it is masked.
+  at(position, i) { return this.cells[position]?.findLast((cell) => cell.pass <= i && i < cell.until); }
 
   // Takes the next event; raises a Problem if it belongs to no trace of this version.
   add(event, source = "The stream") {
@@ -37,13 +40,18 @@ export class Run {
     if (!isComplete) throw new Problem(`${source} has a pass without its fills or branches.`);
     if (isStep) this.steps.push(event);
     else this.done = event;
-    const own = isStep && event.winner ? 1 + event.branches[event.winner].further.length : 0;
-    for (const [index, fill] of event.fills.entries()) {
+    const { remasked = [], fills } = event, { lookahead, further = [] } = (isStep && event.branches[event.winner]) || {};
+    for (const position of remasked) {
+      const known = this.cells[position]?.at(-1);
+      if (known) known.until = this.last;
+    }
+    const own = new Set([lookahead, ...further].map((fill) => fill?.position));
+    for (const fill of fills) {
       const { position } = fill;
       if (!(position >= 0 && position < MOST)) throw new Problem(`${source} fills the position ${position}, which no answer has.`);
-      this.cells[fill.position] = { fill, pass: this.last, own: index < own };
+      (this.cells[position] ??= []).push({ fill, pass: this.last, own: own.has(position), until: Infinity });
     }
-    this.counts[this.last] = (this.counts[this.last - isStep] ?? 0) + event.fills.length;
+    this.counts[this.last] = (this.counts[this.last - isStep] ?? 0) + fills.length - remasked.length;
   }
 
   // Notes why the stream ended before its last event.
@@ -73,7 +81,7 @@ export class Run {
     for (let begin = first; begin < step.canvas_length; begin += size) {
       const end = Math.min(begin + size, step.canvas_length);
       let masks = 0;
-      for (let p = Math.max(begin, 0); p < end; p++) masks += !(this.cells[p]?.pass <= i);
+      for (let p = Math.max(begin, 0); p < end; p++) masks += !this.at(p, i);
       const isActivated = isPipelined ? before >= decoding.tau_act : decoding.decoding !== "vanilla" && !someMasked;
       const state = masks ? (isActivated ? "activated" : "open") : end <= step.committed ? "committed" : "filled";
       found.push({ begin: Math.max(begin, 0), end, state });
