@@ -106,9 +106,9 @@ def test_neighbours_without_a_grammar_keep_their_tokens(models: dict[str, Path],
 def test_exact_is_the_constrained_d2f(models: dict[str, Path]):
     model = models["demo"]
     prompt = tokenizer(model).encode("Tom has 3 apples.")
-    for form in FORMS[:12]:
+    for form in FORMS[:3]:
         plain, exact = (
-            DecodingParams.of(max_new_tokens=128, structured_outputs=form, **options)
+            DecodingParams.of(max_new_tokens=48, structured_outputs=form, **options)
             for options in (
                 {"decoding": "d2f"},
                 {"branch_acceptance": "exact", "num_branches": 3, "lookahead_depth": 2},
