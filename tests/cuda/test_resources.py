@@ -16,6 +16,7 @@ PRODUCTS = ("attend_tile", "multiply_int8")
 
 def test_kernels_compile_and_fit() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_DEFAULT_FP_FUSION"] = "0"  # as open_cuda has it
     command = [sys.executable, "-m", "tests.cuda.resources"]
     reports = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
     assert len({report["kernel"] for report in reports}) == 8
