@@ -115,6 +115,8 @@ class SplitSource(ModelSource):
         if found.int8 is not None:
             _check_stored_int8(config, found)
         dtype = checkpoint.with_dtype(found.config, config.dtype).dtype
+        if config.device == "npu" and found.config.experts is not None:
+            raise ParameterError("device", f"'npu' has no ops for mixtures of experts, which {path} has; choose cpu")
         if config.device == "npu" and dtype != "bfloat16":
             message = f"on device npu needs dtype bfloat16, got {dtype}"
             if config.quantization is not None:
