@@ -105,6 +105,9 @@ RULES = (
     Rule("window_attention", FILLER, COMMITTING, free=("full",)),  # all others see the whole canvas
     Rule("denoising_steps", FILLER, ("d2f", "parallel", "fast_dllm")),
     Rule("denoising_steps", "branch_acceptance", ("published",)),  # a pass that a branch saves would be counted
+    Rule("editing_threshold", FILLER, ("d2f",)),
+    Rule("editing_threshold", "tau_add", (1,)),  # the next block would open beside one that is not final
+    Rule("max_post_steps", FILLER, ("d2f",)),
     Rule("sub_block_size", FILLER, ("fast_dllm_v2",)),
     Rule("sub_block_cache", "decoding", ("fast_dllm_v2",)),
     Rule("acceptance", FILLER, BY_BLOCKS),

@@ -59,10 +59,11 @@ class ExpertsConfig:
             ConfigError: a field is missing or malformed, or does not go with another one.
         """
         if fields.has("expert_capacity"):
+            capacity = fields.get("expert_capacity")
             raise ConfigError(
-                f"{fields.source}: expert_capacity is {fields.get('expert_capacity')}, expected no such field: "
-                "LLaDA2.2 routes whole blocks, and its decoding inserts and deletes tokens, so positions would move under keys "
-                "and values that are final; LLaDA2.0 and 2.1 are supported"
+                f"{fields.source}: expert_capacity is {capacity}, expected no such field: LLaDA2.2 routes whole blocks, "
+                "and its decoding inserts and deletes tokens, so positions would move under keys and values that are "
+                "final; LLaDA2.0 and 2.1 are supported"
             )
         num_experts, groups = fields.integer("num_experts", 2**12), fields.integer("n_group", 2**12, default=1)
         kept = fields.integer("topk_group", 2**12, default=groups)

@@ -421,7 +421,7 @@ def _decisions(sequence: Sequence, record: StepRecord | None) -> object:
     if record is None:
         return sequence.error
     # Not the probabilities: between machines of different kinds their last bits may differ without effect.
-    fills = [(fill.position, fill.token) for fill in record.fills]
+    fills = [(fill.position, fill.token) for fill in (*record.fills, *record.edits)]
     return record.winner, record.span, record.committed, fills
 
 

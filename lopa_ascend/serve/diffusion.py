@@ -36,6 +36,12 @@ class FilledPosition(BaseModel):
     confidence: float | None = Field(description="What the position was ranked by; null in diffusion.done.")
 
 
+class EditedPosition(FilledPosition):
+    """A token in a position that had another one."""
+
+    replaced: int = Field(description="Id of the other token.")
+
+
 class BranchState(BaseModel):
     rank: int = Field(description="0: the anchor branch; r: the lookahead branch of rank r.")
     score: float = Field(description="What the winner is chosen by.")
@@ -67,6 +73,9 @@ class DiffusionStep(BaseModel):
     canvas_length: int = Field(description="Positions of the canvas, filled or masked.")
     fills: list[FilledPosition] = Field(
         description="All positions that the pass filled; the winner's own tokens are first."
+    )
+    edits: list[EditedPosition] = Field(
+        description="Positions that the pass changed although they were filled, where editing_threshold is set."
     )
     committed: int = Field(description="Positions from 0 on that no later pass computes.")
     winner: int = Field(description="Index of the winner in branches, which is its rank.")
@@ -126,6 +135,7 @@ class StepWriter(CompletionWriter):
             "index": record.index,
             "canvas_length": winner.end - self.prompt_tokens,
             "fills": [self._fill(fill) for fill in fills],
+            "edits": [{**self._fill(edit), "replaced": edit.replaced} for edit in record.edits],
             "committed": max(0, record.cache_length + record.committed - self.prompt_tokens),
             "winner": winner_rank(record),
             "branches": [self._branch(rank, branch) for rank, branch in enumerate((anchor, *lookaheads))],

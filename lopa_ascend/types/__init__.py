@@ -1,6 +1,6 @@
 """The nouns that every room shares: plain data, without torch and without imports of ours."""
 
-from lopa_ascend.types.decode import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord, winner_rank
+from lopa_ascend.types.decode import BranchRecord, Edit, Fill, RowPlan, RowResult, SequencePlan, StepRecord, winner_rank
 from lopa_ascend.types.model import DREAM, ModelProperties
 from lopa_ascend.types.output import Alternatives, GenerationOutput, Progress, Update
 from lopa_ascend.types.stats import EngineStats, GraphStats, RankReport, Traffic
@@ -11,6 +11,7 @@ __all__ = [
     "Alternatives",
     "BranchRecord",
     "EngineStats",
+    "Edit",
     "Fill",
     "GenerationOutput",
     "GraphStats",
