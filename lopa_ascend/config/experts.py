@@ -61,7 +61,7 @@ class ExpertsConfig:
         if fields.has("expert_capacity"):
             capacity = fields.get("expert_capacity")
             raise ConfigError(
-                f"{fields.source}: expert_capacity is {capacity}, expected no such field: LLaDA2.2 routes whole blocks, "
+                f"{fields.source}: expert_capacity is {capacity}, expected no such field: LLaDA2.2 routes blocks, "
                 "and its decoding inserts and deletes tokens, so positions would move under keys and values that are "
                 "final; LLaDA2.0 and 2.1 are supported"
             )

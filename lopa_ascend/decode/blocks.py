@@ -199,7 +199,7 @@ class Branch:
         return replace(self, blocks=tuple(blocks))
 
     def settle(self) -> Branch:
-        """With the states of the blocks after a forward pass, which counts for those that are fully activated: TO_CACHE
+        """With the states of the blocks after a forward pass, which counts for the fully activated ones: TO_CACHE
         becomes IN_CACHE, and an active block that is not open becomes TO_CACHE unless an earlier one is still active."""
         blocks = []
         earlier_is_active = False

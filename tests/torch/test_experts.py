@@ -161,7 +161,7 @@ def test_the_fields_of_mini_are_read() -> None:
         ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0, expected a positive number"),
         ({"rotary_dim": 32}, "rotary_dim is 32, expected 64, which is head_dim 128 x partial_rotary_factor 0.5"),
         ({"partial_rotary_factor": 0.51}, "partial_rotary_factor is 0.51, expected a share of head_dim 128"),
-        ({"expert_capacity": 48}, "expert_capacity is 48, expected no such field: LLaDA2.2 routes whole blocks"),
+        ({"expert_capacity": 48}, "expert_capacity is 48, expected no such field: LLaDA2.2 routes blocks"),
         ({"expert_choice": True}, "'expert_choice' is True, which this engine does not know"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling is .*, expected None"),
     ],
