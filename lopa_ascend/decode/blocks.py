@@ -200,7 +200,7 @@ class Branch:
 
     def settle(self) -> Branch:
         """With the states of the blocks after a forward pass, which counts for the fully activated ones: TO_CACHE
-        becomes IN_CACHE, and an active block that is not open becomes TO_CACHE unless an earlier one is still active."""
+        becomes IN_CACHE, and an active block that is not open becomes TO_CACHE unless an earlier one is active."""
         blocks = []
         earlier_is_active = False
         for block in self.blocks:
