@@ -169,3 +169,15 @@ def test_the_fields_of_mini_are_read() -> None:
 def test_what_the_experts_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(**changes)
+
+
+def test_a_compiled_step_computes_the_same() -> None:
+    ops, experts = CpuOps(), [random_experts(PLAIN, 48, torch.float32, 0, int8=int8) for int8 in (False, True)]
+    x = torch.randn(9, 48, generator=torch.Generator().manual_seed(1))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return ops.moe(x * 2, experts[0]) + ops.moe(x, experts[1])
+
+    with torch.inference_mode():
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(x)
+        assert torch.equal(compiled, step(x))

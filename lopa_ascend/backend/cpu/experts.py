@@ -7,12 +7,13 @@ Every step has a fixed order within a row, so no row depends on the others.
 from __future__ import annotations
 
 from functools import reduce
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from lopa_ascend.backend.cpu.attention_op import registered
-from lopa_ascend.backend.interface import Experts
+from lopa_ascend.backend.interface import ExpertOps, Experts
 from lopa_ascend.config import ExpertsConfig
 
 
@@ -68,7 +69,7 @@ def combined(outputs: Tensor, pairs: Tensor, weights: Tensor) -> Tensor:
 
 
 def call_moe(ops_number: int, x: Tensor, experts: Experts) -> Tensor:
-    """``Ops.moe`` as one op of the graph that is being traced, which does not look into it: how many tokens an expert
+    """``moe`` as one op of the graph that is being traced, which does not look into it: how many tokens an expert
     has differs from step to step."""
     e, s = experts, experts.sizes
     scales = (e.gate_up_scale, e.down_scale)
@@ -90,11 +91,11 @@ def moe(  # noqa: PLR0913
     scale: float,
     ops_number: int,
 ) -> Tensor:
-    """``Ops.moe`` of the registered ops."""
+    """``moe`` of the registered ops."""
     names = ("num_experts", "per_token", "num_groups", "kept_groups", "inner", "shared_inner", "first_layer")
     config = ExpertsConfig(**dict(zip(names, sizes, strict=True)), scale=scale)
     experts = Experts(config, router, bias, gate_up, down, gate_up_scale, down_scale)
-    return registered(ops_number).moe(x, experts)
+    return cast("ExpertOps", registered(ops_number)).moe(x, experts)
 
 
 @moe.register_fake
