@@ -73,7 +73,7 @@ class Experts:
     bias: Tensor
     """What is added to the scores for the choice alone, float32 [E]."""
     gate_up: Tensor
-    """What ``ExpertOps.stored_experts`` returned for [E, 2 * I, hidden]; int8 if there are scales."""
+    """What ``Ops.stored_experts`` returned for [E, 2 * I, hidden]; int8 if there are scales."""
     down: Tensor
     """The same for [E, hidden, I]."""
     gate_up_scale: Tensor | None = None
@@ -151,6 +151,22 @@ class Ops(Protocol):
             weight: what ``stored`` or ``packed`` returned for the int8 weight [out, in].
             weight_scale: of each output, float32 [out].
             bias: [out].
+        """
+        ...
+
+    # ---- mixtures of experts -----------------------------------------------------------------------------------------
+
+    def stored_experts(self, weight: Tensor) -> Tensor:
+        """The weights [E, out, in] of a linear layer of all experts in the layout that ``moe`` of this device takes."""
+        ...
+
+    def moe(self, x: Tensor, experts: Experts) -> Tensor:
+        """The weighted sum of the MLPs of the experts that each token of x [T, hidden] takes -> [T, hidden].
+
+        A token's scores are the sigmoids of the router's outputs, computed in float32. Its experts are the best by
+        score + bias among those of the best groups, which are ranked by the sum of their two best; the lower index goes
+        first among equals. Their weights are their scores, divided by the sum of these + 1e-20 if they are several,
+        times ``scale``. The result of a row does not depend on the other rows.
         """
         ...
 
@@ -252,22 +268,4 @@ class Ops(Protocol):
 
     def read_later(self, x: Tensor) -> Callable[[], Tensor]:
         """Starts a copy of x to the host. The function that is returned waits for the copy and returns it."""
-        ...
-
-
-class ExpertOps(Ops, Protocol):
-    """``Ops`` of a device that computes mixtures of experts too."""
-
-    def stored_experts(self, weight: Tensor) -> Tensor:
-        """The weights [E, out, in] of a linear layer of all experts in the layout that ``moe`` of this device takes."""
-        ...
-
-    def moe(self, x: Tensor, experts: Experts) -> Tensor:
-        """The weighted sum of the MLPs of the experts that each token of x [T, hidden] takes -> [T, hidden].
-
-        A token's scores are the sigmoids of the router's outputs, computed in float32. Its experts are the best by
-        score + bias among those of the best groups, which are ranked by the sum of their two best; the lower index goes
-        first among equals. Their weights are their scores, divided by the sum of these + 1e-20 if they are several,
-        times ``scale``. The result of a row does not depend on the other rows.
-        """
         ...

@@ -12,13 +12,13 @@ whole embedding, because a sum over the ranks would take longer than the embeddi
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lopa_ascend.backend.interface import ExpertOps, Experts, Ops
+from lopa_ascend.backend.interface import Experts, Ops
 from lopa_ascend.checkpoint import Architecture
 from lopa_ascend.config import ExpertsConfig, ModelConfig
 from lopa_ascend.model.base import Caches, ForwardInputs
@@ -91,7 +91,7 @@ class Decoder:
         """A tensor of all experts of a layer, whose rows lie expert after expert, as ``Experts`` has it."""
         assert self.config.experts is not None
         of_experts = weight.unflatten(0, (self.config.experts.num_experts, -1))
-        return cast("ExpertOps", self.ops).stored_experts(of_experts) if name.endswith(".weight") else of_experts
+        return self.ops.stored_experts(of_experts) if name.endswith(".weight") else of_experts
 
     def _experts_of(self, layer: str, sizes: ExpertsConfig) -> Experts:
         own = self.weights
@@ -167,7 +167,7 @@ class Decoder:
             return self._linear(gated, layer + "down")
         assert isinstance(x, Tensor), "the router reads it"
         gated = self._swiglu(self._linear(x, layer + "shared_gate_up"), reader=layer + "shared_down")
-        return cast("ExpertOps", self.ops).moe(x, experts) + self._linear(gated, layer + "shared_down")
+        return self.ops.moe(x, experts) + self._linear(gated, layer + "shared_down")
 
     def _norm(self, x: Tensor, norm: str, reader: str) -> Rows:
         """A norm of x, as the linear layer ``reader`` takes it."""

@@ -7,13 +7,12 @@ Every step has a fixed order within a row, so no row depends on the others.
 from __future__ import annotations
 
 from functools import reduce
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from lopa_ascend.backend.cpu.attention_op import registered
-from lopa_ascend.backend.interface import ExpertOps, Experts
+from lopa_ascend.backend.interface import Experts
 from lopa_ascend.config import ExpertsConfig
 
 
@@ -95,7 +94,7 @@ def moe(  # noqa: PLR0913
     names = ("num_experts", "per_token", "num_groups", "kept_groups", "inner", "shared_inner", "first_layer")
     config = ExpertsConfig(**dict(zip(names, sizes, strict=True)), scale=scale)
     experts = Experts(config, router, bias, gate_up, down, gate_up_scale, down_scale)
-    return cast("ExpertOps", registered(ops_number)).moe(x, experts)
+    return registered(ops_number).moe(x, experts)
 
 
 @moe.register_fake
