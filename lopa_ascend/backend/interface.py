@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lopa_ascend.config import divided_length
+from lopa_ascend.config import ExpertsConfig, divided_length
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +87,26 @@ RowStatsKernel = Callable[[Tensor, Tensor, str], RowStats]
 """``row_stats(logits, never_chosen, confidence)`` of rows of logits [n, V]. never_chosen, float32 [V], is -inf for
 columns that keep their share but are never chosen, and otherwise 0. A row with a logit that is NaN or +inf has the
 log_total NaN, and any column."""
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """A rank's part of the experts of a layer: E experts, each with I inner elements."""
+
+    sizes: ExpertsConfig
+    """Of the whole model."""
+    router: Tensor
+    """Float32 [E, hidden]."""
+    bias: Tensor
+    """What is added to the scores for the choice alone, float32 [E]."""
+    gate_up: Tensor
+    """What ``Ops.stored_experts`` returned for [E, 2 * I, hidden]; int8 if there are scales."""
+    down: Tensor
+    """The same for [E, hidden, I]."""
+    gate_up_scale: Tensor | None = None
+    """Of each output, float32 [E, 2 * I]."""
+    down_scale: Tensor | None = None
+    """Float32 [E, hidden]."""
 
 
 class Ops(Protocol):
@@ -158,6 +178,22 @@ class Ops(Protocol):
             weight: what ``stored`` or ``packed`` returned for the int8 weight [out, in].
             weight_scale: of each output, float32 [out].
             bias: [out].
+        """
+        ...
+
+    # ---- mixtures of experts -----------------------------------------------------------------------------------------
+
+    def stored_experts(self, weight: Tensor) -> Tensor:
+        """The weights [E, out, in] of a linear layer of all experts in the layout that ``moe`` of this device takes."""
+        ...
+
+    def moe(self, x: Tensor, experts: Experts) -> Tensor:
+        """The weighted sum of the MLPs of the experts that each token of x [T, hidden] takes -> [T, hidden].
+
+        A token's scores are the sigmoids of the router's outputs, computed in float32. Its experts are the best by
+        score + bias among those of the best groups, which are ranked by the sum of their two best; the lower index goes
+        first among equals. Their weights are their scores, divided by the sum of these + 1e-20 if they are several,
+        times ``scale``. The result of a row does not depend on the other rows.
         """
         ...
 

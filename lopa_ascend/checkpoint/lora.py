@@ -13,7 +13,7 @@ from lopa_ascend.checkpoint.files import CheckpointError, Header, check_director
 from lopa_ascend.checkpoint.lora_settings import AdapterSettings
 from lopa_ascend.checkpoint.read import map_tensor
 from lopa_ascend.checkpoint.streams import check_finite
-from lopa_ascend.checkpoint.table import ALL, Tensors, TensorSlices
+from lopa_ascend.checkpoint.table import ALL, Selected, Tensors, TensorSlices
 from lopa_ascend.config.families import FAMILIES, family_of_checkpoint
 from lopa_ascend.config.files import read_json_object, shown
 
@@ -158,7 +158,7 @@ def merge_adapter(
         yield name, weight
 
 
-def _check_copy(file: Path, name: str, weight: torch.Tensor, part: tuple[slice, ...]) -> None:
+def _check_copy(file: Path, name: str, weight: torch.Tensor, part: tuple[Selected, ...]) -> None:
     """Compares a tensor of an adapter with that of the model, in the adapter's dtype: it may have been trained on a
     model that was loaded in another one."""
     for rows, others in zip(map_tensor(file, name)[part].split(_ROWS), weight.split(_ROWS), strict=True):

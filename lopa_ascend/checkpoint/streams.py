@@ -173,5 +173,5 @@ def _rows_of_parts(tensors: Tensors, slices: TensorSlices) -> dict[str, dict[str
         parts = parts_by_target.setdefault(spec.ours, {})
         start = max((part.stop for part in parts.values()), default=0)
         rows = slices[spec.name][0] if spec.shape else slice(0, 1)
-        parts[spec.name] = slice(start, start + rows.stop - rows.start)
+        parts[spec.name] = slice(start, start + (len(rows) if isinstance(rows, list) else rows.stop - rows.start))
     return parts_by_target

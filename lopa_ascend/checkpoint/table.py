@@ -6,8 +6,10 @@ plain torch makes from its module instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Literal
 
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.config.families import Family
@@ -16,8 +18,10 @@ HEAD = "lm_head"
 """`Row.linear` of the LM head."""
 SCALE = "_scale"
 """The suffix that makes the name of an int8 weight the name of its scales."""
-TensorSlices = Mapping[str, tuple[slice, ...]]
-"""By name in the checkpoint: one slice for each dimension of a tensor."""
+Selected = slice | list[int]
+"""Some of a dimension: a range, or indices."""
+TensorSlices = Mapping[str, tuple[Selected, ...]]
+"""By name in the checkpoint: a part of each dimension of a tensor."""
 ALL: TensorSlices = {}
 """No slices: all of every tensor."""
 
@@ -29,7 +33,8 @@ class Row:
     name: str
     """In the checkpoint, within its layer."""
     ours: str
-    """Name of our tensor, within its layer. Rows with the same one are stacked, in this order, along the first axis."""
+    """Name of our tensor, within its layer. Rows with the same one are stacked, in this order, along the first
+    axis; with ``each`` those of an expert together."""
     shape: tuple[str, ...] = ()
     """Keys of `sizes_of`."""
     split: str | None = None
@@ -41,6 +46,12 @@ class Row:
     unchanged but for a factor. It can be divided to make the input smaller."""
     flag: str | None = None
     """The field of ModelConfig that says whether the tensor is there; None: it always is."""
+    part: Literal["dense", "moe"] | None = None
+    """Of the layers of a model with experts: only those without, or with them, have the tensor."""
+    each: bool = False
+    """There is one for each expert; ``{}`` in the name stands for its number."""
+    is_float32: bool = False
+    """It is computed in float32, so it keeps this dtype whatever that of the model is."""
     tied_to: str | None = None
     """The tensor whose values this one has if ``tie_word_embeddings``. A checkpoint may then leave it out."""
 
@@ -61,7 +72,7 @@ class Table:
         sizes = sizes_of(config)
         specs: dict[str, TensorSpec] = {}
         copies: dict[str, str] = {}
-        for row, prefix, our_prefix in self._rows(config.num_layers):
+        for row, prefix, our_prefix in self._rows(config):
             if row.tied_to is not None and config.tie_word_embeddings:
                 copies[row.name] = row.tied_to
             elif row.flag is None or getattr(config, row.flag):
@@ -70,17 +81,36 @@ class Table:
         head = next(row.name for row in (*self.before, *self.after) if row.linear == HEAD)
         return Tensors(specs, copies, head.removesuffix(".weight"))
 
-    def _rows(self, num_layers: int) -> Iterator[tuple[Row, str, str]]:
+    def _rows(self, config: ModelConfig) -> Iterator[tuple[Row, str, str]]:
         """Each row with what its name, and ours, begin with."""
         yield from ((row, "", "") for row in self.before)
-        for n in range(num_layers):
-            yield from ((row, f"{self.layers}.{n}.", f"layers.{n}.") for row in self.layer)
+        for n in range(config.num_layers):
+            has_experts = config.experts is not None and n >= config.experts.first_layer
+            rows = [row for row in self.layer if row.part in (None, "moe" if has_experts else "dense")]
+            yield from ((row, f"{self.layers}.{n}.", f"layers.{n}.") for row in _for_each_expert(rows, config))
         yield from ((row, "", "") for row in self.after)
+
+
+def _for_each_expert(rows: Sequence[Row], config: ModelConfig) -> Iterator[Row]:
+    """The rows of a layer, those with ``each`` once for each expert."""
+    for (_, each), members in groupby(rows, lambda row: (row.ours, row.each)):
+        if not each:
+            yield from members
+            continue
+        assert config.experts is not None
+        own = list(members)
+        for number in range(config.experts.num_experts):
+            yield from (replace(row, name=row.name.format(number), each=False) for row in own)
 
 
 def sizes_of(config: ModelConfig) -> dict[str, int]:
     """The sizes that shapes are made of, by what rows call them."""
+    experts = config.experts
     return {
+        "experts": experts.num_experts if experts else 0,
+        "expert_inner": experts.inner if experts else 0,
+        "shared_inner": experts.shared_inner if experts else 0,
+        "qkv_heads": (config.num_heads + 2 * config.num_kv_heads) * config.head_dim,
         "vocab": config.vocab_size,
         "hidden": config.hidden_size,
         "inner": config.intermediate_size,
@@ -195,8 +225,17 @@ class Shard:
             for spec in tensors.specs.values()
         }
 
-    def _part(self, split: str | None, size: int, config: ModelConfig) -> slice:
+    def _part(self, split: str | None, size: int, config: ModelConfig) -> Selected:
         """This rank's part of an axis."""
+        if split == "qkv_heads" and self.size > 1:  # queries, keys and values of one tensor
+            numbers = range(size)
+            heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+            own_kv = self._range("kv_heads", kv_heads, config)
+            spans = [(0, self._range("heads", heads, config)), (heads, own_kv), (heads + kv_heads, own_kv)]
+            return [n for first, own in spans for n in numbers[first + own.start : first + own.stop]]
+        return self._range(split, size, config)
+
+    def _range(self, split: str | None, size: int, config: ModelConfig) -> slice:
         if split == "kv_heads":  # with more ranks than KV heads, several ranks hold the same head
             first = self.rank * config.num_kv_heads // self.size
             return slice(first * config.head_dim, (first + config.local_kv_heads(self.size)) * config.head_dim)

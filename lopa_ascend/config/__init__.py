@@ -19,6 +19,7 @@ from lopa_ascend.config.engine import (
     EngineConfig,
     divided_length,
 )
+from lopa_ascend.config.experts import ExpertsConfig
 from lopa_ascend.config.files import ConfigError
 from lopa_ascend.config.limits import Limits
 from lopa_ascend.config.model import ModelConfig
@@ -38,6 +39,7 @@ __all__ = [
     "ContextLengthError",
     "DecodingParams",
     "EngineConfig",
+    "ExpertsConfig",
     "GraphParams",
     "GraphSupport",
     "Limits",

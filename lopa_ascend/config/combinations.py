@@ -108,6 +108,9 @@ RULES = (
     Rule("window_attention", FILLER, COMMITTING, free=("full",)),  # all others see the whole canvas
     Rule("denoising_steps", FILLER, ("d2f", "parallel", "fast_dllm")),
     Rule("denoising_steps", "branch_acceptance", ("published",)),  # a pass that a branch saves would be counted
+    Rule("editing_threshold", FILLER, ("d2f",)),
+    Rule("editing_threshold", "tau_add", (1,)),  # the next block would open beside one that is not final
+    Rule("max_post_steps", FILLER, ("d2f",)),
     Rule("sub_block_size", FILLER, ("fast_dllm_v2",)),
     Rule("sub_block_cache", "decoding", ("fast_dllm_v2",)),
     Rule("acceptance", FILLER, BY_BLOCKS),
@@ -123,6 +126,7 @@ RULES = (
     # What could end an answer before its grammar is complete, go on after it, or ban all that it allows.
     *(Rule(name, "structured_outputs", (None,)) for name in ("ignore_eos", "min_new_tokens", "stop", "bad_words")),
     Rule("finish_at_eos", "structured_outputs", (None,)),
+    Rule("editing_threshold", "structured_outputs", (None,)),  # what a grammar has passed may not change
     Rule("sub_block_cache", "structured_outputs", (None,)),  # a forced span would leave out a block's first pass
     Rule("alg_temp", "alg", tuple(alg for alg in ALGS if alg != "origin")),  # it ranks nothing
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lopa_ascend.config import experts
 from lopa_ascend.config.files import ConfigError, read_json_object
 from lopa_ascend.types import DREAM, ModelProperties
 
@@ -38,6 +39,8 @@ class Family:
     """Fields of its own that change the computation, with the values that can be computed. None is a missing field."""
     unused: frozenset[str] = frozenset()
     """Fields of its own that change nothing here, or that say what others do."""
+    has_experts: bool = False
+    """Layers are mixtures of experts, and heads may be rotated in part; see ``config/experts.py``."""
     recommended: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Decoding parameters that the authors recommend, beside the block size if ``block_field`` has it."""
     source: str = ""
@@ -114,6 +117,21 @@ FAMILIES = {
         ),
         recommended={"decoding": "parallel", "block_size": 32, "tau_conf": 1.0},
         source="chat.py of LLaDA",
+    ),
+    "llada2_moe": Family(
+        model_type="llada2_moe",
+        checkpoints=("LLaDA2.0", "LLaDA2.1"),
+        properties=_OWN,
+        block_field="block_size",
+        block_size=32,
+        mask_token_id=156895,
+        attention_bias=False,
+        end_tokens=("<|endoftext|>", "<|role_end|>"),
+        only=experts.ONLY,
+        unused=frozenset({*experts.SIZES, "embedding_dropout", "output_router_logits"}),
+        has_experts=True,
+        recommended={"decoding": "d2f", "tau_add": 1.0, "tau_conf": 0.95},
+        source="the card of LLaDA2.0-mini",
     ),
     "sdar": Family(
         model_type="sdar",

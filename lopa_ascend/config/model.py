@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lopa_ascend.config.experts import ExpertsConfig, rotary_dim
 from lopa_ascend.config.families import Family
 from lopa_ascend.config.files import ConfigError, Fields, shown
 from lopa_ascend.config.variants import refuse_variants
@@ -28,6 +29,10 @@ class ModelConfig:
     num_kv_heads: int
     """Heads of keys and values; each of them serves ``num_heads / num_kv_heads`` query heads."""
     head_dim: int
+    rotary_dim: int = 0
+    """Elements of a head that are rotated, the first ones; by default all."""
+    experts: ExpertsConfig | None = None
+    """None: a dense model."""
     max_position_embeddings: int
     """Most positions of prompt and answer together, as ``config.json`` has it: that of Dream-v0 says 131,072, where its
     authors name 2,048."""
@@ -51,6 +56,9 @@ class ModelConfig:
     raw: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """``config.json`` as it is, for an architecture in plain torch; empty for others."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rotary_dim", self.rotary_dim or self.head_dim)
+
     # ---- parts of the model on a tensor-parallel rank ----------------------------------------------------------------
 
     def tensor_parallel_sizes(self) -> tuple[int, ...]:
@@ -60,7 +68,10 @@ class ModelConfig:
         return tuple(size for size in range(1, self.num_heads + 1) if self._splits(size))
 
     def _splits(self, size: int) -> bool:
-        splits_layers = self.num_heads % size == 0 and self.intermediate_size % size == 0
+        widths = [self.intermediate_size]
+        if self.experts is not None:  # each rank has a part of every expert
+            widths += [self.experts.inner, self.experts.shared_inner]
+        splits_layers = all(width % size == 0 for width in (self.num_heads, *widths))
         # Each rank has several KV heads, or several ranks have the same one.
         splits_kv_heads = self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0
         last_rank_has_tokens = (size - 1) * self.vocab_shard(size) < self.vocab_size
@@ -116,7 +127,7 @@ class ModelConfig:
         heads, kv_heads, head_dim = _heads(fields, hidden)
         vocab = fields.integer("vocab_size", 2**24)
         num_layers = fields.integer("num_hidden_layers", 1024)
-        block_size = None
+        block_size, has_experts = None, family is not None and family.has_experts
         if family is not None:
             refuse_variants(fields, rope, num_layers, family)
             if family.block_field is not None:
@@ -132,6 +143,8 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
+            rotary_dim=rotary_dim(fields, head_dim) if has_experts else head_dim,
+            experts=ExpertsConfig.read(fields, num_layers) if has_experts else None,
             max_position_embeddings=fields.integer("max_position_embeddings", 2**22),
             rope_theta=_rope_theta(fields, rope),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6 if family is None else family.rms_norm_eps, at_most=1.0),

@@ -246,6 +246,21 @@ class ResearchParams:
         default_text="as many as the block has positions",
         graphs=GraphSupport.DEFAULT,
     )
+    editing_threshold: float | None = parameter(
+        None,
+        Number(0, 1),
+        "a filled position of the open block takes the predicted token in place of its own when the probability is "
+        "above this; the block is final once a pass without masks has changed nothing, and only then it is shown",
+        group=Section.RESEARCH,
+        default_text="filled positions stay as they are",
+        graphs=GraphSupport.DEFAULT,
+    )
+    max_post_steps: int = parameter(
+        16,
+        Integer(1, 4096),
+        "passes without masks after which a block is final even if `editing_threshold` still changes tokens",
+        group=Section.RESEARCH,
+    )
     sub_block_size: int = parameter(
         8,
         Integer(1, 4096),

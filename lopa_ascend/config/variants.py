@@ -56,7 +56,7 @@ def refuse_variants(fields: Fields, rope: Mapping[str, Any], num_layers: int, fa
         ConfigError: a field asks for one of them, or is not known and named like a part of the network.
     """
     for name, allowed in _ONLY_VALUES.items():
-        if name not in family.names:
+        if name not in family.names and name not in family.unused:
             fields.expect(name, allowed, default=allowed[0])
     for name, allowed in family.only.items():
         fields.expect(name, allowed)

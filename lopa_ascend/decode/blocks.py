@@ -6,6 +6,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
+from typing import Any
 
 from lopa_ascend.types import Fill
 
@@ -34,6 +35,14 @@ class Block:
     """Fully activated: the block must fill at least one position in every step. Once set it stays set."""
     passes: int = 0
     """Forward passes that computed the block since it was fully activated; on a whole canvas since it was begun."""
+    checks_left: int = 0
+    """Passes without masks that the block still has at most before it is final; 0 if filled positions stay as they
+    are."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether tokens may still change."""
+        return self.masks > 0 or self.checks_left > 0
 
     @property
     def length(self) -> int:
@@ -108,14 +117,41 @@ class Branch:
         """
         if not fills:
             return self
+        positions = [fill.position for fill in fills]
+        blocks = tuple(_less_masks(block, positions) if block.masks else block for block in self.blocks)
+        eos = self.eos or any(fill.token in ends for fill in fills)
+        return self._with_tokens(fills, blocks=blocks, eos=eos)
+
+    def _with_tokens(self, fills: Sequence[Fill], **changes: Any) -> Branch:
+        """With the tokens of some positions, and their probabilities."""
         tokens, probs = list(self.tokens), list(self.probs)
         for fill in fills:
             tokens[fill.position - self.first] = fill.token
             probs[fill.position - self.first] = fill.max_prob
-        positions = [fill.position for fill in fills]
-        blocks = tuple(_less_masks(block, positions) if block.masks else block for block in self.blocks)
-        eos = self.eos or any(fill.token in ends for fill in fills)
-        return replace(self, tokens=tuple(tokens), probs=tuple(probs), blocks=blocks, eos=eos)
+        return replace(self, tokens=tuple(tokens), probs=tuple(probs), **changes)
+
+    def edit(self, edits: Sequence[Fill], ends: Set[int]) -> Branch:
+        """With other tokens in some of the filled positions.
+
+        Args:
+            ends: token ids that end the answer.
+        """
+        if not edits:
+            return self
+        branch = self._with_tokens(edits)
+        return replace(branch, eos=any(token in ends for token in branch.tokens))
+
+    def check(self, *, changed: bool) -> Branch:
+        """With one check less for the active blocks without masks, or none if the pass has changed nothing."""
+        if not any(block.checks_left for block in self.blocks):
+            return self
+        blocks = [
+            replace(block, checks_left=block.checks_left - 1 if changed else 0)
+            if block.checks_left and not block.masks
+            else block
+            for block in self.blocks
+        ]
+        return replace(self, blocks=tuple(blocks))
 
     def as_lookahead(self, fills: Sequence[Fill], ends: Set[int]) -> Branch:
         """The lookahead branch that holds these tokens in addition to the anchor's."""
@@ -161,15 +197,19 @@ class Branch:
             own_fills=tuple(fill for fill in self.own_fills if not position <= fill.position < block.end),
         )
 
-    def open_block(self, length: int, mask: int) -> Branch:
-        """With another block of ``length`` positions. All are masks, but for those of the prompt."""
+    def open_block(self, length: int, mask: int, checks: int = 0) -> Branch:
+        """With another block of ``length`` positions. All are masks, but for those of the prompt.
+
+        Args:
+            checks: see ``Block.checks_left``.
+        """
         start, end = self.end, self.end + length
         num_masks = end - max(start, self.first)
         return replace(
             self,
             tokens=(*self.tokens, *[mask] * num_masks),
             probs=(*self.probs, *[0.0] * num_masks),
-            blocks=(*self.blocks, Block(start, end, num_masks)),
+            blocks=(*self.blocks, Block(start, end, num_masks, checks_left=checks)),
         )
 
     def activate(self, tau_act: float) -> Branch:
@@ -181,8 +221,8 @@ class Branch:
         return replace(self, blocks=tuple(blocks))
 
     def settle(self) -> Branch:
-        """With the states of the blocks after a forward pass, which counts for those that are fully activated: TO_CACHE
-        becomes IN_CACHE, and an active block without masks becomes TO_CACHE unless an earlier block is still active."""
+        """With the states of the blocks after a forward pass, which counts for the fully activated ones: TO_CACHE
+        becomes IN_CACHE, and an active block that is not open becomes TO_CACHE unless an earlier one is active."""
         blocks = []
         earlier_is_active = False
         for block in self.blocks:
@@ -190,7 +230,7 @@ class Branch:
             if state is BlockState.TO_CACHE:
                 state = BlockState.IN_CACHE
             elif state is BlockState.ACTIVE:
-                earlier_is_active |= block.masks > 0
+                earlier_is_active |= block.is_open
                 state = BlockState.ACTIVE if earlier_is_active else BlockState.TO_CACHE
             passes = block.passes + (block.activated and block.masks > 0)
             is_same = state is block.state and passes == block.passes

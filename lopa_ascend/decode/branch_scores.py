@@ -12,7 +12,6 @@ from fractions import Fraction
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.blocks import Branch
-from lopa_ascend.types import RowResult
 
 SCALE = 1 << 16
 
@@ -50,13 +49,15 @@ def branch_score(confidences: Sequence[float], params: DecodingParams) -> tuple[
     return sum(values), len(values)
 
 
-def branch_scores(branches: Sequence[Branch], results: Sequence[RowResult], params: DecodingParams) -> list[Fraction]:
+def branch_scores(
+    branches: Sequence[Branch], confidences: Sequence[Sequence[float]], params: DecodingParams
+) -> list[Fraction]:
     """The scores of the branches of one pass, exactly.
 
     Args:
-        results: the predictions for each of them.
+        confidences: of the masked positions of each of them.
     """
-    totals = [branch_score(result.confidences, params) for result in results]
+    totals = [branch_score(values, params) for values in confidences]
     return with_creation([Fraction(total, count * SCALE) for total, count in totals], branches, params)
 
 

@@ -20,6 +20,7 @@ from lopa_ascend.types import (
     DREAM,
     Alternatives,
     BranchRecord,
+    Edit,
     Fill,
     ModelProperties,
     RowPlan,
@@ -171,10 +172,11 @@ class Strategy(ABC):
         )
         predicted = self.predicted(row, results[winner])
         fills, fallbacks = self.choose(branch, predicted)
+        edits = self.edits(branch, predicted)
         self.is_stuck = len(fills) == fallbacks
-        after = self.settle(self.follow(branch.fill(fills, self.ends).as_anchor()))
+        after = self.after(branch, fills, edits)
         fills, forced, remasked = self._changes(after, branch.own_fills, fills)
-        open_positions = [fill for fill in predicted if self._is_open(fill, after)]
+        open_positions = [fill for fill in self.of_masks(branch, predicted) if self._is_open(fill, after)]
         self.branches = [self.open(branch) for branch in self.spawn(after, open_positions)]
         record = StepRecord(
             index=self.num_forwards,
@@ -189,14 +191,20 @@ class Strategy(ABC):
             head_rows=head_rows,
             forced=tuple(forced),
             remasked=tuple(remasked),
+            edits=tuple(edits),
         )
         self.num_committed += plan.num_new
         self.num_forwards += 1
         return record
 
-    def advance(self, branch: Branch, fills: Sequence[Fill]) -> Branch:
-        """The anchor of the pass after one that this branch wins and that fills these positions."""
-        return self.open(self.settle(self.follow(branch.fill(fills, self.ends).as_anchor())))
+    def advance(self, branch: Branch, fills: Sequence[Fill], edits: Sequence[Edit] = ()) -> Branch:
+        """The anchor of the pass after one that this branch wins, and that fills and edits these positions."""
+        return self.open(self.after(branch, fills, edits))
+
+    def after(self, branch: Branch, fills: Sequence[Fill], edits: Sequence[Edit]) -> Branch:
+        """The branch after a pass that it wins, before it opens blocks."""
+        checked = branch.edit(edits, self.ends).check(changed=bool(edits))
+        return self.settle(self.follow(checked.fill(fills, self.ends).as_anchor()))
 
     # ---- what a grammar adds ---------------------------------------------------------------------------------------
 
@@ -345,13 +353,25 @@ class Strategy(ABC):
             predicted: the predictions for the masked positions of its row.
         """
 
+    def edits(self, branch: Branch, predicted: list[Fill]) -> list[Edit]:
+        """What is changed of the positions that are filled already; the arguments are those of ``choose``."""
+        return []
+
     def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
         """(index of the winner; the winner; the branch scores). Here there is one branch.
 
         The arguments are those of ``absorb``.
         """
-        confidences = results[0].confidences
+        confidences = self.scored(self.anchor, plan.rows[0], results[0])
         return 0, self.anchor, [sum(confidences) / len(confidences) if confidences else 1.0]
+
+    def of_masks(self, branch: Branch, predicted: list[Fill]) -> list[Fill]:
+        """Those of the predictions that are for masked positions of a branch: here all."""
+        return predicted
+
+    def scored(self, branch: Branch, row: RowPlan, result: RowResult) -> Sequence[float]:
+        """The confidences of a branch's masked positions, in the order of the positions."""
+        return result.confidences
 
     def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
         """The branches of the next pass, before they open blocks: here the anchor alone.
@@ -375,18 +395,23 @@ class Strategy(ABC):
 
     # ---- what is final ---------------------------------------------------------------------------------------------
 
+    @property
+    def firm_tokens(self) -> tuple[int, ...]:
+        """The tokens of the visible positions, masks included, up to the first one whose token may be replaced."""
+        return self.answer.tokens[: self.params.max_new_tokens]
+
     def final_tokens(self) -> list[int]:
         """The answer's token ids up to the first mask; with ``finish_at_eos`` up to the first that ends the answer.
 
         They never change.
         """
-        tokens = list(self.answer.tokens[: self.params.max_new_tokens])
+        tokens = self.firm_tokens
         end = next((i for i, token in enumerate(tokens) if token in self._cuts), len(tokens))
-        return tokens[:end]
+        return list(tokens[:end])
 
     def end_reached(self) -> int | None:
         """The token id that ends the answer, if no position before it is masked."""
-        for token in self.answer.tokens[: self.params.max_new_tokens]:
+        for token in self.firm_tokens:
             if token in self.ends:
                 return token
             if token == self.mask:
@@ -398,5 +423,5 @@ class Strategy(ABC):
         have, are filled."""
         if self.end_reached() is not None:
             return True
-        tokens = self.answer.tokens[: self.params.max_new_tokens]
+        tokens = self.firm_tokens
         return len(tokens) == self.params.max_new_tokens and self.mask not in tokens

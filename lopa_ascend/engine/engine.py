@@ -84,7 +84,7 @@ class Engine:
         prepared = self._prepare()
         model = prepared.model_source.load(prepared.ops, self.mesh.tp, prepared.max_model_len)
         self.model_config = replace(model.config, eos_token_ids=prepared.eos_token_ids)
-        tensors = *model.weights.values(), model.head
+        tensors = [w[0] if w.dim() == 3 else w for w in (*model.weights.values(), model.head)]  # experts have one shape
         matrices = [w for w in tensors if w.dim() == 2 and (w.is_floating_point() or w.dtype == torch.int8)]
         self._linear = prepared.ops.settle(matrices)
         pool, page_bytes = self._make_pool(model, prepared)
@@ -480,7 +480,7 @@ def _decisions(sequence: Sequence, record: StepRecord | None) -> object:
     if record is None:
         return sequence.error
     # Not the probabilities: between machines of different kinds their last bits may differ without effect.
-    fills = [(fill.position, fill.token) for fill in record.fills]
+    fills = [(fill.position, fill.token) for fill in (*record.fills, *record.edits)]
     return record.winner, record.span, record.committed, fills
 
 

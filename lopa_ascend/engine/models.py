@@ -12,7 +12,7 @@ import torch
 
 from lopa_ascend import checkpoint
 from lopa_ascend.backend.interface import Ops
-from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
+from lopa_ascend.config import EngineConfig, ExpertsConfig, ModelConfig, ParameterError
 from lopa_ascend.config.engine import TND_HEADS
 from lopa_ascend.model.base import Model, SplitModel
 from lopa_ascend.model.plain import Build, build_module, tensors_of
@@ -20,6 +20,8 @@ from lopa_ascend.model.registry import FUSED, check_model_type, find_fused, find
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.types import DREAM, ModelProperties
 
+MIN_GROUP = 2
+"""An NPU's kernel of routing takes groups of more experts than these."""
 logger = logging.getLogger(__name__)
 
 
@@ -120,6 +122,8 @@ class SplitSource(ModelSource):
         if found.int8 is not None:
             _check_stored_int8(config, found)
         dtype = checkpoint.with_dtype(found.config, config.dtype).dtype
+        if config.device == "npu" and found.config.experts is not None:
+            _check_experts_on_npu(found.config.experts, path, has_int8=bool(int8))
         if config.device == "npu" and dtype != "bfloat16":
             message = f"on device npu needs dtype bfloat16, got {dtype}"
             if config.quantization is not None:
@@ -154,6 +158,21 @@ class SplitSource(ModelSource):
             int8=options.int8_layers(),
         )
         return self._class(config, weights, ops, tp, num_positions)
+
+
+def _check_experts_on_npu(experts: ExpertsConfig, path: Path, *, has_int8: bool) -> None:
+    """Refuses experts that the kernels of an NPU do not take.
+
+    Raises:
+        ParameterError: they are int8, or their groups are too small.
+    """
+    if has_int8:
+        message = f"'w8a8' does not go with device npu for the mixture of experts of {path}; leave it out"
+        raise ParameterError("quantization", message)
+    size = experts.num_experts // experts.num_groups
+    if size <= MIN_GROUP:
+        found = f"{path}: groups of {size} experts (num_experts / n_group)"
+        raise ParameterError("model", f"{found} are too small for device npu, which takes more than {MIN_GROUP}")
 
 
 def _check_stored_int8(config: EngineConfig, found: checkpoint.Checkpoint) -> None:

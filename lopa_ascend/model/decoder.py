@@ -1,8 +1,8 @@
 """A decoder like Qwen2 or Qwen3 in fused ops: the forward pass that the architectures of this package share.
 
-An architecture lists its weights; which of them there are decides what a layer computes: biases, or norms of queries
-and keys. Any of the four linear layers of a layer may be int8; it then has a ``weight_scale`` of each output beside its
-``weight``, and its activations are quantised when it runs.
+An architecture lists its weights; which of them there are decides what a layer computes: biases, norms of queries and
+keys, or experts in place of the MLP, beside one that all tokens take. Any of the linear layers of a layer may be int8;
+it then has a ``weight_scale`` of each output beside its ``weight``, and its activations are quantised when it runs.
 
 Under tensor parallelism a rank holds its heads of qkv, the matching columns of o, its part of the MLP, and its part of
 the LM head, padded to the same size on every rank. The ranks sum twice a layer, after o and after down. Each holds the
@@ -15,11 +15,12 @@ from collections.abc import Mapping, MutableMapping
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lopa_ascend.backend.interface import Ops
+from lopa_ascend.backend.interface import Experts, Ops
 from lopa_ascend.checkpoint import Architecture
-from lopa_ascend.config import ModelConfig
+from lopa_ascend.config import ExpertsConfig, ModelConfig
 from lopa_ascend.model.base import Caches, ForwardInputs
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.types import ModelProperties, Traffic
@@ -53,13 +54,56 @@ class Decoder:
             weight = weights.pop(name)
             if name.endswith(".o.bias") and tp.rank:
                 weight.zero_()  # the ranks sum what they compute: one of them adds the bias
-            own[name] = ops.packed(ops.stored(weight)) if name in linears else weight
+            weight = self._with_halves(name, weight)
+            if ".experts_" in name:
+                own[name] = self._by_expert(name, weight)
+            else:
+                own[name] = ops.packed(ops.stored(weight)) if name in linears else weight
         embed = own["embed.weight"]
         self.weights: Mapping[str, Tensor] = own
         self._norms_heads = "layers.0.q_norm.weight" in own
         is_tied = config.tie_word_embeddings
         self.head = ops.packed(ops.stored(tied_head(embed, tp, shard))) if is_tied else own["head.weight"]
+        self._experts = {
+            f"layers.{n}.": self._experts_of(f"layers.{n}.", sizes)
+            for sizes in ([] if config.experts is None else [config.experts])
+            for n in range(sizes.first_layer, config.num_layers)
+        }
         self._rope_tables = self._make_rope_tables(num_positions or config.max_position_embeddings, embed)
+
+    def _with_halves(self, name: str, weight: Tensor) -> Tensor:
+        """A tensor of a layer with rows in the order of ``Ops.rope``: it rotates the pairs (x[i], x[i + head_dim / 2]),
+        and if only the first elements of a head are rotated, their pairs lie nearer together in the checkpoint. The
+        products of queries and keys do not depend on the order of the elements of both."""
+        dim, rotary = self.config.head_dim, self.config.rotary_dim
+        part = name.split(".")[-2]
+        if rotary == dim or part not in ("qkv", "q_norm", "k_norm"):
+            return weight
+        rotated, rest = torch.arange(rotary).chunk(2), torch.arange(rotary, dim).chunk(2)
+        order = torch.cat([rotated[0], rest[0], rotated[1], rest[1]]).to(weight.device)
+        if part != "qkv":
+            return weight[order]
+        heads = weight.unflatten(0, (-1, dim))
+        num_rotated = self.num_heads + self.num_kv_heads
+        return torch.cat([heads[:num_rotated, order], heads[num_rotated:]]).flatten(0, 1)
+
+    def _by_expert(self, name: str, weight: Tensor) -> Tensor:
+        """A tensor of all experts of a layer, whose rows lie expert after expert, as ``Experts`` has it."""
+        assert self.config.experts is not None
+        of_experts = weight.unflatten(0, (self.config.experts.num_experts, -1))
+        return self.ops.stored_experts(of_experts) if name.endswith(".weight") else of_experts
+
+    def _experts_of(self, layer: str, sizes: ExpertsConfig) -> Experts:
+        own = self.weights
+        names = ("experts_gate_up.weight_scale", "experts_down.weight_scale")
+        return Experts(
+            sizes,
+            own[layer + "router.weight"],
+            own[layer + "router.bias"],
+            own[layer + "experts_gate_up.weight"],
+            own[layer + "experts_down.weight"],
+            *(own.get(layer + name) for name in names),
+        )
 
     def _make_rope_tables(self, num_positions: int, embed: Tensor) -> Tensor:
         """Cosines and sines of ``Ops.rope`` on the embedding's device, [2, positions, heads + 2 * kv_heads, ...], or
@@ -68,10 +112,11 @@ class Decoder:
         Otherwise v is rotated by an angle of 0: one kernel for q, k and v costs less than one for q and one for k. The
         tables have a row for each head, so that a step takes its rows with one kernel.
         """
-        head_dim, device = self.config.head_dim, embed.device
+        rotary_dim, device = self.config.rotary_dim, embed.device
         positions = torch.arange(num_positions, dtype=torch.float32, device=device)
-        even_dims = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, self.config.rope_theta ** -(even_dims / head_dim))
+        even_dims = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, self.config.rope_theta ** -(even_dims / rotary_dim))
+        angles = F.pad(angles, (0, (self.config.head_dim - rotary_dim) // 2))  # the others are rotated by 0
         tables = torch.stack(self.ops.rope_tables(angles.cos(), angles.sin(), embed.dtype))
         if self._norms_heads:
             return tables
@@ -98,8 +143,7 @@ class Decoder:
                 attended, residual = attended[inputs.rows], residual[inputs.rows]
             out = self.tp.all_reduce(self._linear(attended, p + "o"), "layers")
             x, residual = self._add_norm(out, residual, p + "mlp_norm", reader=p + "gate_up")
-            gated = self._swiglu(self._linear(x, p + "gate_up"), reader=p + "down")
-            out = self.tp.all_reduce(self._linear(gated, p + "down"), "layers")
+            out = self.tp.all_reduce(self._mlp(x, p), "layers")
             if n < c.num_layers - 1:
                 x, residual = self._add_norm(out, residual, f"layers.{n + 1}.attn_norm", reader=f"layers.{n + 1}.qkv")
         return ops.add_rms_norm(out, residual, self.weights["norm.weight"], c.rms_norm_eps)[0]
@@ -114,6 +158,16 @@ class Decoder:
         q, k, v = qkv.split(heads, 1)
         q_weight, k_weight = (self.weights[f"{layer}{name}_norm.weight"] for name in "qk")
         return *self.ops.norm_rope(q, k, q_weight, k_weight, self.config.rms_norm_eps, cos, sin), v
+
+    def _mlp(self, x: Rows, layer: str) -> Tensor:
+        """This rank's part of the MLP of a layer, or of its experts and of the MLP that all tokens take."""
+        experts = self._experts.get(layer)
+        if experts is None:
+            gated = self._swiglu(self._linear(x, layer + "gate_up"), reader=layer + "down")
+            return self._linear(gated, layer + "down")
+        assert isinstance(x, Tensor), "the router reads it"
+        gated = self._swiglu(self._linear(x, layer + "shared_gate_up"), reader=layer + "shared_down")
+        return self.ops.moe(x, experts) + self._linear(gated, layer + "shared_down")
 
     def _norm(self, x: Tensor, norm: str, reader: str) -> Rows:
         """A norm of x, as the linear layer ``reader`` takes it."""

@@ -24,6 +24,7 @@ FUSED = {
     "DreamReasoner": "lopa_ascend.model.dream_reasoner:DreamReasoner",
     "Fast_dLLM_Qwen": "lopa_ascend.model.fast_dllm2:FastDllm2",
     "llada": "lopa_ascend.model.llada:Llada",
+    "llada2_moe": "lopa_ascend.model.llada2:Llada2",
     "sdar": "lopa_ascend.model.sdar:Sdar",
 }
 """By name of the architecture: module and class, a ``model.base.SplitModel``. They import torch, so not before use."""

@@ -44,7 +44,10 @@ class AlternativesRecorder:
             record: what the pass did; the sequence's next branches have begun.
             job: what this rank's group predicted.
         """
-        wanted = {record.winner: {fill.position for fill in record.fills} | sequence.strategy.recorded_positions()}
+        wanted = {
+            record.winner: {fill.position for fill in (*record.fills, *record.edits)}
+            | sequence.strategy.recorded_positions()
+        }
         won = record.branches[record.winner]
         # As published, nothing confirms a token: ``confirmed_by`` is empty then.
         for fill, branch in zip(won.own_fills, won.confirmed_by, strict=False):

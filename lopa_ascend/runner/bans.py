@@ -9,7 +9,7 @@ from torch import Tensor
 from lopa_ascend.core import Sequence
 from lopa_ascend.parallel.placement import Share
 from lopa_ascend.score.shards import Bans
-from lopa_ascend.types import GrammarError
+from lopa_ascend.types import GrammarError, RowPlan
 
 
 def bans_for(sequence: Sequence, share: Share, device: torch.device) -> Bans | None:
@@ -22,8 +22,7 @@ def bans_for(sequence: Sequence, share: Share, device: torch.device) -> Bans | N
     places = (share.positions - prompt_length).tolist()
     first = min(places)
     banned_by_row = [
-        sequence.bad_words.banned_tokens(_answer(sequence, row.start - prompt_length, row.tokens), first)
-        for row in share.rows
+        sequence.bad_words.banned_tokens(_answer(sequence, row, prompt_length), first) for row in share.rows
     ]
     banned = [banned_by_row[row][place - first] for place, row in zip(places, share.predicted_rows, strict=True)]
     indices = {ids: index for index, ids in enumerate(dict.fromkeys(filter(None, banned)))}
@@ -58,13 +57,13 @@ def _banned(allowed: int, num_token_ids: int) -> Tensor:
     return torch.from_numpy(np.unpackbits(packed, count=num_token_ids, bitorder="little") == 0)
 
 
-def _answer(sequence: Sequence, start: int, tokens: tuple[int, ...]) -> list[int]:
-    """The answer of one branch, masks included.
-
-    Args:
-        start: index in the answer of the first of ``tokens``; negative if that belongs to the prompt.
-        tokens: of the branch's row.
-    """
+def _answer(sequence: Sequence, row: RowPlan, prompt_length: int) -> list[int]:
+    """The answer of one branch. Positions that are predicted count as masked, although with ``editing_threshold`` they
+    may have tokens: these may change too."""
+    tokens, start = list(row.tokens), row.start - prompt_length
+    for index in (position - row.start for position in row.masked):
+        if index < len(tokens):  # Fast-dLLM v2 predicts a block's first position before it computes it
+            tokens[index] = sequence.scoring.mask
     if start <= 0:
-        return list(tokens[-start:])
+        return tokens[-start:]
     return [*sequence.strategy.anchor.tokens[:start], *tokens]

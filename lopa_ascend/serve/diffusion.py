@@ -43,6 +43,12 @@ class FilledPosition(BaseModel):
     confidence: float | None = Field(description="What the position was ranked by; null in diffusion.done.")
 
 
+class EditedPosition(FilledPosition):
+    """A token in a position that had another one."""
+
+    replaced: int = Field(description="Id of the other token.")
+
+
 class BranchState(BaseModel):
     rank: int = Field(description="0: the anchor branch; r: the lookahead branch of rank r.")
     score: float = Field(description="What the winner is chosen by.")
@@ -86,6 +92,9 @@ class DiffusionStep(BaseModel):
     remasked: list[int] = Field(
         description="With structured_outputs: positions of earlier fills that did not fit. They are masked again "
         "before these fills."
+    )
+    edits: list[EditedPosition] = Field(
+        description="Positions that the pass changed although they were filled, where editing_threshold is set."
     )
     committed: int = Field(description="Positions from 0 on that no later pass computes.")
     winner: int = Field(description="Index of the winner in branches, which is its rank.")

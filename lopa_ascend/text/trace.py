@@ -89,6 +89,7 @@ class PassEvents:
             "canvas_length": max([winner.end, *(fill.position + 1 for fill in record.forced)]) - len(self._prompt),
             "fills": [self._fill(fill) for fill in fills],
             "remasked": remasked,
+            "edits": [{**self._fill(edit), "replaced": edit.replaced} for edit in record.edits],
             "committed": max(0, record.cache_length + record.committed - len(self._prompt)),
             "winner": winner_rank(record),
             "branches": [self._branch(rank, branch) for rank, branch in enumerate((anchor, *lookaheads))],

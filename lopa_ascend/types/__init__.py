@@ -1,6 +1,6 @@
 """The nouns that every room shares: plain data, without torch and without imports of ours."""
 
-from lopa_ascend.types.decode import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord, winner_rank
+from lopa_ascend.types.decode import BranchRecord, Edit, Fill, RowPlan, RowResult, SequencePlan, StepRecord, winner_rank
 from lopa_ascend.types.grammar import Grammar, GrammarError
 from lopa_ascend.types.model import DREAM, ModelProperties
 from lopa_ascend.types.output import Alternatives, GenerationOutput, Progress, Update
@@ -12,6 +12,7 @@ __all__ = [
     "Alternatives",
     "BranchRecord",
     "EngineStats",
+    "Edit",
     "Fill",
     "GenerationOutput",
     "Grammar",

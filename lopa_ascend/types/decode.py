@@ -22,6 +22,14 @@ class Fill:
 
 
 @dataclass(frozen=True, slots=True)
+class Edit(Fill):
+    """A token put in the place of another one."""
+
+    replaced: int
+    """Token id of the other one."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlan:
     """One branch of one sequence in one forward pass."""
 
@@ -37,7 +45,8 @@ class RowPlan:
     """End positions of the attention entries, ascending. An entry covers the positions from the end of the entry before
     it (or ``start``) to its own end, and its queries see every key before its end."""
     masked: tuple[int, ...]
-    """Positions to predict, ascending."""
+    """Positions to predict, ascending: those that are masked, and with ``editing_threshold`` the others of the open
+    block that are generated."""
     stale_end: int = 0
     """If it is larger than ``end``, the queries also see the positions from ``end`` up to this one, by the keys and
     values that an earlier pass has left in the cache."""
@@ -136,6 +145,8 @@ class StepRecord:
     remasked: tuple[int, ...] = ()
     """Under a grammar: positions that were filled before the pass, or are among the winner's own, and whose tokens do
     not fit. They were masked again, and are masked still or among ``fills`` and ``forced``."""
+    edits: tuple[Edit, ...] = ()
+    """What the pass changed of positions that were filled before it."""
 
     def canvas_positions(self, prompt_length: int) -> int:
         """Positions of the answer that all branches have in this pass. Each branch counts as many as the winner has.

@@ -28,18 +28,20 @@ from lopa_ascend.config.settings import HelpFormatter
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
-    from lopa_ascend.types import GenerationOutput
+    from lopa_ascend.types import GenerationOutput, StepRecord
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "graph_mode": "eager", "threads": 1, "enable_prefix_caching": False}
 """Options of the engine: what the traces were recorded with."""
-Fills = list[tuple[int, int]]
-"""(position, token id) of each fill of a forward pass, by position."""
+Fills = list[tuple[int, ...]]
+"""(position, token id) of each fill of a forward pass, and (position, token id, replaced one) of each edit, by
+position."""
 
 
 class Forward(msgspec.Struct):
     """A recorded forward pass."""
 
-    fills: list[tuple[int, int]]
+    fills: list[tuple[int, ...]]
+    """(position, token id), and for an edit the token id that it replaced."""
 
 
 class Trace(msgspec.Struct):
@@ -165,7 +167,41 @@ class D3llmParams(msgspec.Struct, forbid_unknown_fields=True):
         }
 
 
-FAMILIES = {"sdar": SdarParams, "fastdllm2": FastDllm2Params, "llada": LladaParams, "d3llm": D3llmParams}
+class Llada2Params(msgspec.Struct, forbid_unknown_fields=True):
+    """Of ``generate`` of LLaDA2.0, and with ``editing_threshold`` of LLaDA2.1, greedy."""
+
+    block_length: int
+    steps: int
+    gen_length: int
+    threshold: float
+    eos_early_stop: bool = False
+    stop_at_eos: bool = True
+    editing_threshold: float | None = None
+    max_post_steps: int = 16
+    num_to_transfer: int = 1
+
+    def decoding(self, model: Path) -> dict[str, Any]:
+        """The parameters by our names. Without editing a block with an EOS is filled to its end, but for
+        ``eos_early_stop``. With it ``steps`` has no effect."""
+        found = {"decoding": "d2f", "block_size": self.block_length, "tau_add": 1.0, "tau_conf": self.threshold}
+        if self.editing_threshold is None:
+            return found | {"denoising_steps": self.steps, "finish_at_eos": self.eos_early_stop}
+        steps, remainder = divmod(self.block_length, self.num_to_transfer)
+        if remainder:
+            raise ValueError(
+                f"num_to_transfer: {self.num_to_transfer} does not divide block_length {self.block_length}"
+            )
+        editing = {"editing_threshold": self.editing_threshold, "max_post_steps": self.max_post_steps}
+        return found | {"denoising_steps": steps, **editing}
+
+
+FAMILIES = {
+    "sdar": SdarParams,
+    "fastdllm2": FastDllm2Params,
+    "llada": LladaParams,
+    "llada2": Llada2Params,
+    "d3llm": D3llmParams,
+}
 """The published parameters of each family that can be compared."""
 
 
@@ -223,7 +259,7 @@ class Case:
     def difference(self, found: GenerationOutput) -> str | None:
         """The first fills that differ; else the first token."""
         assert found.trace is not None
-        ours = [sorted((fill.position, fill.token) for fill in record.fills) for record in found.trace if record.fills]
+        ours = [changes for record in found.trace if (changes := _changes(record))]
         for number, (mine, theirs) in enumerate(zip_longest(ours, self.passes)):
             if mine != theirs:
                 return f"pass {number} that fills: {mine or 'none'}, recorded {theirs or 'none'}"
@@ -231,6 +267,12 @@ class Case:
             if token != recorded:
                 return f"output {number}: {token}, recorded {recorded}"
         return None
+
+
+def _changes(record: StepRecord) -> Fills:
+    """What a pass fills and edits."""
+    fills: Fills = [(fill.position, fill.token) for fill in record.fills]
+    return sorted([*fills, *((edit.position, edit.token, edit.replaced) for edit in record.edits)])
 
 
 def _one_of(names: Any) -> str:

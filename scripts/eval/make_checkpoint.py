@@ -41,6 +41,7 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "fast-dllm-v2": {"tiny": TINY, "1.5B": (1536, 8960, 28, 12, 2, 128), "7B": (3584, 18944, 28, 28, 4, 128)},
     "dream": {"tiny": TINY, "7B": (3584, 18944, 28, 28, 4, 128)},
     "llada": {"tiny": TINY, "8B": (4096, 12288, 32, 32, 32, 128)},
+    "llada2": {"tiny": TINY, "16B": (2048, 5120, 20, 16, 4, 128)},
 }
 """By family and size: hidden size, width of the MLP, layers, query heads, KV heads, elements of a head."""
 SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -84,10 +85,30 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "rope": True,
         "rope_theta": 500000.0,
     },
+    "llada2": {
+        "architectures": ["LLaDA2MoeModelLM"],
+        "model_type": "llada2_moe",
+        "first_k_dense_replace": 1,
+        "mask_token_id": 156895,
+        "eos_token_id": 156892,
+        "moe_intermediate_size": 512,
+        "n_group": 8,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 600000.0,
+        "routed_scaling_factor": 2.5,
+        "score_function": "sigmoid",
+        "topk_group": 4,
+        "vocab_size": 157184,
+        "max_position_embeddings": 16384,
+    },
 }
 """What the families' config.json has in place of, or beside, what all have."""
-STOPS = {"sdar": [151645, 151643], "fast-dllm-v2": [151645], "dream": [151643], "llada": [126081]}
+STOPS = {"sdar": [151645, 151643], "fast-dllm-v2": [151645], "dream": [151643], "llada": [126081], "llada2": [156892]}
 """Their EOS ids in generation_config.json."""
+TINY_EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 32}
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json")
 HEAD_SPREAD = 4.0
 """Standard deviation of the logits, with which some tokens are much more probable than others."""
@@ -109,7 +130,7 @@ def files_of(family: str, size: str, dtype: str) -> tuple[dict[str, Any], dict[s
         **FAMILY_FIELDS[family],
     }
     generation: dict[str, Any] = {"eos_token_id": STOPS[family]}
-    if family == "sdar":
+    if family in ("sdar", "llada2"):
         config["head_dim"] = sizes[-1]
     if size == "1.5B":
         config["vocab_size"] = 151936
@@ -117,6 +138,7 @@ def files_of(family: str, size: str, dtype: str) -> tuple[dict[str, Any], dict[s
         bundled = read_json_object(DEMO_MODEL / "config.json", ConfigError)
         config |= {name: bundled[name] for name in ("vocab_size", "mask_token_id", "eos_token_id")}
         generation["eos_token_id"] = bundled["eos_token_id"]
+        config |= TINY_EXPERTS if family == "llada2" else {}
     names = FAMILIES[config["model_type"]].names
     renamed = {names.get(name, name): value for name, value in config.items()}
     return {**renamed, "vocab_size": config["vocab_size"]}, generation
@@ -133,7 +155,7 @@ def random_tensors(specs: Iterable[TensorSpec], seed: int, dtype: torch.dtype) -
             yield spec.name, tensor.fill_("norm" in spec.ours)
             continue
         spread = HEAD_SPREAD if spec.row.linear == "lm_head" else 1.0
-        spread *= spec.shape[1] ** -0.5 if spec.row.linear else 1.0
+        spread *= spec.shape[1] ** -0.5 if spec.row.linear or spec.row.is_float32 else 1.0
         yield spec.name, tensor.normal_(std=spread, generator=generator)
 
 

@@ -25,7 +25,8 @@ CANVAS: list[dict[str, Any]] = [
     {"base": "parallel", "num_branches": 3},
     {"num_branches": 3, "window_attention": "full"},
 ]
-FAMILIES: dict[str, list[dict[str, Any]]] = {"sdar": [], "fastdllm2": V2, "llada": CANVAS}
+EDITING: list[dict[str, Any]] = [{**variant, "editing_threshold": 0.3} for variant in VARIANTS]
+FAMILIES: dict[str, list[dict[str, Any]]] = {"sdar": [], "fastdllm2": V2, "llada": CANVAS, "llada2": EDITING}
 
 
 def job(family: str, variants: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
@@ -38,7 +39,10 @@ def job(family: str, variants: list[dict[str, Any]], **options: Any) -> dict[str
 
 @pytest.mark.parametrize(
     ("family", "tp", "bp"),
-    slow_but([(family, *size) for family in FAMILIES for size in ((1, 2), (2, 2))], [("sdar", 2, 2), ("llada", 2, 2)]),
+    slow_but(
+        [(family, *size) for family in FAMILIES for size in ((1, 2), (2, 2))],
+        [("sdar", 2, 2), ("llada", 2, 2), ("llada2", 2, 2)],
+    ),
 )
 def test_ranks_decode_as_one_process(family: str, tp: int, bp: int, tmp_path: Path) -> None:
     variants = [*VARIANTS, *FAMILIES[family]]

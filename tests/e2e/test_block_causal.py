@@ -23,7 +23,11 @@ from tests.e2e.batching import decisions, run
 from tests.tiers import examples
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
-MODELS = [str(GOLDEN / family / model) for family in ("sdar", "fastdllm2", "llada") for model in ("model_a", "model_b")]
+MODELS = [
+    str(GOLDEN / family / model)
+    for family in ("sdar", "fastdllm2", "llada", "llada2")
+    for model in ("model_a", "model_b")
+]
 FIELDS: dict[str, Any] = {"ignore_eos": True, "block_size": 8}
 Asked = tuple[list[int], DecodingParams]
 
@@ -116,6 +120,9 @@ def test_neighbours_change_nothing(model: str) -> None:
             {"decoding": "fast_dllm", "block_cache": "dual", "acceptance": "factor"},
             {"base": "fast_dllm", "num_branches": 3},
         ]
+    if "llada2" in model:
+        editing = {"tau_add": 1.0, "editing_threshold": 0.2}
+        decodings += [{"decoding": "d2f", **editing}, {"num_branches": 3, **editing}]
     if "fastdllm2" in model:
         decodings += [
             {"decoding": "fast_dllm_v2", "sub_block_size": 4},

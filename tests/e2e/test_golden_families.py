@@ -23,7 +23,7 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[
     return int(ended.value.code or 0), rows, json.loads(last)
 
 
-@pytest.mark.parametrize(("family", "num_cases"), [("sdar", 12), ("fastdllm2", 11), ("d3llm", 8)])
+@pytest.mark.parametrize(("family", "num_cases"), [("sdar", 12), ("fastdllm2", 11), ("llada2", 12), ("d3llm", 8)])
 def test_every_trace_is_reproduced(family: str, num_cases: int, capsys: pytest.CaptureFixture[str]) -> None:
     status, rows, report = run(GOLDEN / family, capsys)
     assert report == {"cases": num_cases, "equal": num_cases, "different": []}
@@ -40,7 +40,10 @@ def test_every_trace_of_llada_is_reproduced_but_for_guidance(capsys: pytest.Capt
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "family": ({"family": "llama"}, "family: unknown value 'llama', expected one of sdar, fastdllm2, llada, d3llm"),
+    "family": (
+        {"family": "llama"},
+        "family: unknown value 'llama', expected one of sdar, fastdllm2, llada, llada2, d3llm",
+    ),
     "model": ({"model_dir": "../absent"}, "model_dir: .*absent has no config.json"),
     "name": (
         {"params": {"steps": 3}},

@@ -20,6 +20,7 @@ from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.types import GenerationOutput
 from scripts.eval.demo import decoding, evaluate
+from scripts.eval.golden import Case
 from scripts.eval.problems import read
 from tests import golden
 from tests.npu.lab import device  # noqa: F401
@@ -59,6 +60,13 @@ def test_golden_tokens(case: str) -> None:
         output = llm.generate([trace["prompt_ids"]], golden.decoding_params(trace), quiet=True)[0]
     assert list(output.token_ids) == trace["output_ids"]
     assert output.num_forwards == trace["n_forward_rounds"]
+
+
+@pytest.mark.parametrize("case", ["v20_b8_th07", "v21_speed_b16"])
+def test_golden_traces_of_experts(case: str) -> None:
+    found = Case.read(golden.FOLDER / "models" / "llada2" / case / "trace.json")
+    with numeric():
+        assert found.run(golden_model(str(found.model))) is None
 
 
 @pytest.mark.slow  # the golden tokens show that the device computes what the CPU does

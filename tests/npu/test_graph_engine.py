@@ -275,3 +275,20 @@ def test_kept_graphs_of_a_plain_model_hold_for_its_forward_alone(tmp_path: Path)
     assert made == [(1, 0), (0, 1), (1, 0)]
     assert tokens == eager
     assert len(set(eager)) == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_experts_are_launched_with_the_step(mode: str) -> None:
+    params = DecodingParams(max_new_tokens=30, num_branches=3, block_size=8, tau_conf=0.5, tau_add=1.0, ignore_eos=True)
+    model, prompt = golden.FOLDER / "models" / "llada2" / "model_a", [5, 3, 8, 2, 9]
+    shape = GraphParams(num_branches=3, block_size=8)
+    with numeric():
+        outputs = []
+        for graph_mode in ("eager", mode):
+            llm = LLM(model, **options(graph_mode=graph_mode, dtype="bfloat16", graph_params=shape, max_model_len=128))
+            outputs.append(llm.generate([prompt], params, quiet=True)[0])
+        graphs = llm.engine.stats().graphs
+    assert graphs is not None
+    assert graphs.num_steps
+    assert not graphs.eager_steps
+    assert outputs[0].token_ids == outputs[1].token_ids

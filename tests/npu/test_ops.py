@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lopa_ascend.backend.cpu import CpuOps
-from lopa_ascend.backend.interface import Entries
+from lopa_ascend.backend.interface import Entries, Experts
 from lopa_ascend.backend.npu.ops import NpuOps
-from lopa_ascend.config import ATTENTION_LAYOUTS
+from lopa_ascend.config import ATTENTION_LAYOUTS, ExpertsConfig
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.types import KVShape
@@ -69,6 +69,31 @@ def test_norms(seed: int, rows: int, hidden: int, dtype: torch.dtype) -> None:
     expected_normed, expected_total = CPU.add_rms_norm(x, residual, weight, 0.1)
     assert_same(normed, expected_normed)
     assert_same(total, expected_total)
+
+
+@given(seeds, rows, st.sampled_from([(1, 1, 3), (2, 1, 4), (4, 2, 5)]), st.integers(1, 3), dtypes)
+def test_experts(seed: int, rows: int, groups: tuple[int, int, int], per_token: int, dtype: torch.dtype) -> None:
+    (number, kept, size), hidden, inner = groups, 24, 20
+    sizes = ExpertsConfig(
+        num_experts=number * size,
+        per_token=per_token,
+        num_groups=number,
+        kept_groups=kept,
+        scale=2.5,
+        inner=inner,
+        shared_inner=inner,
+        first_layer=0,
+    )
+    router, bias = randn(seed, number * size, hidden) / 5, randn(seed + 1, number * size) / 4
+    gate_up = randn(seed + 2, number * size, 2 * inner, hidden, dtype=dtype) / 5
+    down = randn(seed + 3, number * size, hidden, inner, dtype=dtype) / 5
+    x = randn(seed + 4, rows, hidden, dtype=dtype)
+    stored = (NPU.stored_experts(weight.to("npu")) for weight in (gate_up, down))
+    on_device = Experts(sizes, router.to("npu"), bias.to("npu"), *stored)
+    got = NPU.moe(x.to("npu"), on_device)
+    expected = CPU.moe(x, Experts(sizes, router, bias, gate_up, down))
+    scale = expected.abs().max()
+    assert_same(got / scale, expected / scale)
 
 
 @given(seeds, rows, st.integers(1, 80), dtypes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,9 +30,10 @@ from lopa_ascend.model.base import ForwardInputs, SplitModel
 from lopa_ascend.model.registry import find_fused
 from lopa_ascend.parallel.collectives import ALONE, Group
 from scripts.eval import make_checkpoint
+from tests import llada2_reference
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
-MODEL_TYPES = ("sdar", "Fast_dLLM_Qwen", "DreamReasoner", "llada")
+MODEL_TYPES = ("sdar", "Fast_dLLM_Qwen", "DreamReasoner", "llada", "llada2_moe")
 INT8_BOUND = 0.06
 """Of the largest logit: what int8 weights and activations may change in these small models."""
 pytest.importorskip("transformers.models.qwen3")
@@ -58,10 +60,13 @@ def model_of(path: Path, tp: Group = ALONE, **options: Any) -> SplitModel:
     return cls(*checkpoint.load(found, shard=Shard(tp.rank, tp.size), **options), CpuOps(), tp)
 
 
-def logits_of(model: SplitModel, tokens: list[int]) -> Tensor:
-    """A forward pass over a whole text, block-causal or full: [tokens, this rank's part of the vocabulary]."""
+def logits_of(model: SplitModel, tokens: list[int], block: int | None = None) -> Tensor:
+    """A forward pass over a whole text, block-causal or full: [tokens, this rank's part of the vocabulary].
+
+    ``block``: the length of blocks; None: that of the model.
+    """
     c, length, at = model.config, len(tokens), torch.arange(len(tokens))
-    size = c.block_size or length
+    size = block or c.block_size or length
     begins = range(0, length, size)
     ends = tuple(min(begin + size, length) for begin in begins)
     tables = torch.arange(pages_for(length), dtype=torch.int32).expand(len(ends), -1)
@@ -72,11 +77,11 @@ def logits_of(model: SplitModel, tokens: list[int]) -> Tensor:
     return model.logits(model.forward(inputs, *map(list, caches)))
 
 
-def logits_on_two_ranks(path: Path, tokens: list[int], **options: Any) -> Tensor:
+def logits_on_two_ranks(path: Path, tokens: list[int], block: int | None = None, **options: Any) -> Tensor:
     barrier, parts = Barrier(2), [torch.empty(0)] * 2
 
     def run(rank: int) -> Tensor:
-        return logits_of(model_of(path, Threads(rank, 2, barrier=barrier, parts=parts), **options), tokens)
+        return logits_of(model_of(path, Threads(rank, 2, barrier=barrier, parts=parts), **options), tokens, block)
 
     with ThreadPoolExecutor(2) as ranks:
         return torch.cat(list(ranks.map(run, range(2))), 1)
@@ -89,14 +94,18 @@ def assert_near(found: Tensor, expected: Tensor, bound: float) -> None:
 # ---- the published code ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [f"{name}/model_{x}" for name in ("sdar", "fastdllm2", "llada") for x in "ab"])
+@pytest.mark.parametrize(
+    "model", [f"{name}/model_{x}" for name in ("sdar", "fastdllm2", "llada", "llada2") for x in "ab"]
+)
 def test_golden_forward_passes(model: str) -> None:
     golden = json.loads((GOLDEN / model / "forward.json").read_text())
-    logits = logits_of(model_of(GOLDEN / model), golden["input_ids"])
+    blocks = re.search(r"blocks of (\d+)", golden["attention"])
+    size = int(blocks[1]) if blocks else None
+    logits = logits_of(model_of(GOLDEN / model), golden["input_ids"], size)
     for row, expected in golden["logits"].items():
         torch.testing.assert_close(logits[int(row)], torch.tensor(expected), rtol=2e-5, atol=2e-5)
     assert logits.argmax(-1).tolist() == golden["argmax"]
-    on_ranks = logits_on_two_ranks(GOLDEN / model, golden["input_ids"])
+    on_ranks = logits_on_two_ranks(GOLDEN / model, golden["input_ids"], size)
     assert on_ranks.argmax(-1).tolist() == golden["argmax"]
     assert_near(on_ranks, logits, 1e-5)
 
@@ -133,6 +142,14 @@ def write_random(path: Path, name: str, seed: int, scale: float = 0.3) -> Path:
         heads, own = config["num_attention_heads"], {"block_type": "llama", "layer_norm_type": "rms", "rope": True}
         config = {family.names.get(key, key): value for key, value in config.items()}
         config |= {**own, "activation_type": "silu", "d_model": heads * rng.choice([8, 24]), "vocab_size": vocab}
+    if name == "llada2_moe":
+        groups, kept = rng.choice([(1, 1), (2, 1), (3, 2)])
+        config["num_experts"] = groups * rng.choice([2, 5])
+        config |= {"n_group": groups, "topk_group": kept, "num_experts_per_tok": rng.choice([1, 2])}
+        config |= {"first_k_dense_replace": rng.choice([0, 1]) % config["num_hidden_layers"]}
+        config |= {"moe_intermediate_size": rng.choice([8, 24]), "num_shared_experts": rng.choice([1, 2])}
+        config |= {"routed_scaling_factor": rng.choice([1.0, 2.5]), "partial_rotary_factor": rng.choice([0.25, 0.5, 1])}
+        config["attention_bias"] = False
     architecture = find_fused(name).architecture
     expected = architecture.tensors(ModelConfig.from_json(config, {}, "config.json", name, architecture.family))
     generator = torch.Generator().manual_seed(seed)
@@ -149,6 +166,8 @@ def reference(path: Path, tokens: list[int]) -> Tensor:
     values, tensors = json.loads((path / "config.json").read_text()), read(path)
     kind = values.pop("model_type")
     block = values.pop("bd_size", None) or values.pop("block_size", len(tokens))
+    if kind == "llada2_moe":
+        return llada2_reference.logits(values, tensors, tokens, block)
     model: Any
     if kind == "llada":
         values = {ours: values[name] for ours, name in FAMILIES["llada"].names.items()} | values
@@ -223,7 +242,7 @@ def write_adapter(path: Path, model: Path, **settings: Any) -> dict[str, Tensor]
     generator = torch.Generator().manual_seed(0)
     weights, factors = read(model), {}
     for key, weight in weights.items():
-        if key.endswith("_proj.weight") or ".blocks." in key and "_out." in key:
+        if key.endswith(("_proj.weight", "dense.weight", "_value.weight")) or ".blocks." in key and "_out." in key:
             module = f"base_model.model.{key.removesuffix('.weight')}"
             a = factors[f"{module}.lora_A.weight"] = torch.randn(2, weight.shape[1], generator=generator)
             b = factors[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], 2, generator=generator)
@@ -273,7 +292,8 @@ def test_an_adapter_of_the_same_family_or_of_an_unknown_model_is_taken(tmp_path:
         model_of(sdar, lora=tmp_path / str(number))
     write_adapter(tmp_path / "d2f", llada, base_model_name_or_path="GSAI-ML/LLaDA-8B-Instruct")
     model_of(llada, lora=tmp_path / "d2f")
-    assert family_of_checkpoint("inclusionAI/LLaDA2.0-mini") is None  # another network
+    assert family_of_checkpoint("inclusionAI/LLaDA2.0-mini") == "llada2_moe"
+    assert family_of_checkpoint("inclusionAI/LLaDA2.2-mini") is None  # another decoding
 
 
 @pytest.mark.parametrize(
@@ -292,7 +312,7 @@ def test_an_adapter_of_the_same_family_or_of_an_unknown_model_is_taken(tmp_path:
             {"weight_tying": True, "embedding_size": 59, "vocab_size": 59, "mask_token_id": 1},
             "wte.weight: .*59",
         ),
-        ("llada", {"model_type": "llada2_moe"}, "model_type is 'llada2_moe', expected one of Dream"),
+        ("llada", {"model_type": "llada3"}, "model_type is 'llada3', expected one of Dream"),
         ("sdar", {"model_type": "DreamReasoner"}, "config.json: model_type is 'DreamReasoner', expected 'Dream'"),
     ],
 )

@@ -267,7 +267,9 @@ def test_graph_support() -> None:
     processed |= {"bad_words", "structured_outputs", "top_logprobs"}
     unusual = {"temperature", "acceptance", "branch_score", "creation_weight", "min_new_tokens"}
     assert of[GraphSupport.PIPELINED] == {"decoding"}
-    assert of[GraphSupport.DEFAULT] == processed | unusual | {"base", "lookahead_depth", "denoising_steps"}
+    assert of[GraphSupport.DEFAULT] == processed | unusual | {"base", "lookahead_depth", "denoising_steps"} | {
+        "editing_threshold"
+    }
     assert of[GraphSupport.COMPILED] == {"confidence", "window_attention", "branch_acceptance"}
     assert of[GraphSupport.BUCKET] == {"num_branches", "block_size", "eos_token_id", "stop_token_ids"}
 

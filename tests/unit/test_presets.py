@@ -26,6 +26,9 @@ RECOMMENDED = {
     "sdar-chat": ("d2f", 4, 0.85),
     "trado": ("d2f", 4, 0.9),
     "dreamreasoner": ("d2f", 32, 0.9),
+    "llada2.0": ("d2f", 32, 0.95),
+    "llada2.1-quality": ("d2f", 32, 0.7),
+    "llada2.1-speed": ("d2f", 32, 0.5),
     "fast-dllm-v2-demo": ("fast_dllm_v2", 32, 0.9),
     "fast-dllm-v2-eval": ("fast_dllm_v2", 32, 1.0),
 }
@@ -79,6 +82,7 @@ def test_what_authors_recommend_is_a_preset(name: str):
     assert (params.decoding, params.block_size, params.tau_conf) == (decoding, block_size, tau_conf)
     assert (params.num_branches, params.window_attention, params.sub_block_size) == (0, "block_causal", 8)
     assert params.tau_add == 1 or decoding == "fast_dllm_v2"
+    assert params.editing_threshold == {"llada2.1-quality": 0.5, "llada2.1-speed": 0.0}.get(name)
 
 
 CANVASES: dict[str, tuple[str, int, dict[str, Any]]] = {

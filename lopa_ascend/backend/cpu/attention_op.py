@@ -28,6 +28,11 @@ def register(ops: Ops) -> int:
     return number
 
 
+def registered(number: int) -> Ops:
+    """The ops that ``register`` gave this number."""
+    return _ops_by_number[number]
+
+
 def call_attention(ops_number: int, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
     """``attention`` of the registered ops, as one op of the graph that is being traced."""
     attended: Tensor = paged_attention(
@@ -61,7 +66,7 @@ def paged_attention(  # noqa: PLR0913
     entries = entries_of(
         tuple(lengths), tuple(kv_lengths), table_bytes, tuple(page_tables.shape), tuple(prefix_groups), tuple(prefixes)
     )
-    return _ops_by_number[ops_number].attention(q, k_cache, v_cache, entries)
+    return registered(ops_number).attention(q, k_cache, v_cache, entries)
 
 
 @paged_attention.register_fake

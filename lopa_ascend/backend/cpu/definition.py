@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.interface import Entries
+from lopa_ascend.backend.interface import Entries, Experts
 
 
 def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
@@ -68,6 +68,43 @@ def quant_linear(
     [out] -> [T, out]."""
     product = (codes.int() @ weight.int().T).float() * weight_scale * scale[:, None]
     return (product if bias is None else product + bias.float()).to(dtype)
+
+
+def routed(x: Tensor, experts: Experts) -> list[dict[int, float]]:
+    """For each token of x [T, hidden] the numbers of its experts with their weights, the best first."""
+    sizes, tokens = experts.sizes, []
+    size = sizes.num_experts // sizes.num_groups
+    for logits in x.float() @ experts.router.float().T:
+        scores = logits.sigmoid()
+        ranking = (scores + experts.bias).tolist()
+        groups = [range(first, first + size) for first in range(0, sizes.num_experts, size)]
+        groups.sort(key=lambda group: -sum(sorted(ranking[expert] for expert in group)[-2:]))
+        choice = sorted(expert for group in groups[: sizes.kept_groups] for expert in group)
+        best = sorted(choice, key=lambda expert: -ranking[expert])[: sizes.per_token]
+        total = float(scores[best].sum()) + 1e-20 if sizes.per_token > 1 else 1.0
+        tokens.append({expert: float(scores[expert]) / total * sizes.scale for expert in best})
+    return tokens
+
+
+def moe(x: Tensor, experts: Experts) -> Tensor:
+    """The weighted sum of the MLPs of the experts that each token of x [T, hidden] takes."""
+    total = torch.zeros(x.shape)
+    for row, found in enumerate(routed(x, experts)):
+        for expert, weight in found.items():
+            total[row] += weight * _expert(x[row : row + 1], experts, expert)[0].float()
+    return total.to(x.dtype)
+
+
+def _expert(x: Tensor, experts: Experts, number: int) -> Tensor:
+    """The MLP of one expert."""
+    gate_up, down = experts.gate_up[number], experts.down[number]
+    if experts.gate_up_scale is None:
+        products = linear(x, gate_up)
+    else:
+        products = quant_linear(*quantize(x), gate_up, experts.gate_up_scale[number], None, x.dtype)
+    if experts.down_scale is None:
+        return linear(swiglu(products), down)
+    return quant_linear(*swiglu_quant(products), down, experts.down_scale[number], None, x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -17,10 +17,11 @@ from torch import Tensor
 from lopa_ascend.backend.cpu import attention_op
 from lopa_ascend.backend.cpu.activation import silu
 from lopa_ascend.backend.cpu.attention import plan_attention, planned_attention
+from lopa_ascend.backend.cpu.experts import by_expert, call_moe, combined, route
 from lopa_ascend.backend.cpu.int8 import multiply_int8, pack_int8, packs_exactly
 from lopa_ascend.backend.cpu.processor import emulated_dtypes, packed_dtypes
 from lopa_ascend.backend.cpu.products import Products, pack
-from lopa_ascend.backend.interface import Entries
+from lopa_ascend.backend.interface import Entries, Experts
 
 
 def keep_freed_memory() -> None:
@@ -102,6 +103,30 @@ class CpuOps:
         # Each operation rounds once, as in `rope`.
         out = multiply_int8(codes, weight).mul_(weight_scale).mul_(scale[:, None])
         return (out if bias is None else out.add_(bias.float())).to(dtype)
+
+    def stored_experts(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def moe(self, x: Tensor, experts: Experts) -> Tensor:
+        if torch.compiler.is_compiling():
+            return call_moe(self._number, x, experts)
+        ids, weights = route(self.linear(x.float(), experts.router), experts.bias, experts.sizes)
+        pairs, counts = by_expert(ids, experts.sizes.num_experts)
+        tokens = pairs // experts.sizes.per_token
+        parts = x[tokens].split(counts)
+        outputs = [self._expert(part, experts, number) for number, part in enumerate(parts) if len(part)]
+        return combined(torch.cat(outputs), pairs, weights)
+
+    def _expert(self, x: Tensor, experts: Experts, number: int) -> Tensor:
+        """The MLP of one expert."""
+        gate_up, down = experts.gate_up[number], experts.down[number]
+        if experts.gate_up_scale is not None:
+            products = self.quant_linear(*self.quantize(x), gate_up, experts.gate_up_scale[number], None, x.dtype)
+        else:
+            products = self.linear(x, gate_up)
+        if experts.down_scale is not None:
+            return self.quant_linear(*self.swiglu_quant(products), down, experts.down_scale[number], None, x.dtype)
+        return self.linear(self.swiglu(products), down)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)

@@ -21,7 +21,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from lopa_ascend.backend.interface import Entries
+from lopa_ascend.backend.interface import Entries, Experts
 from lopa_ascend.config import ATTENTION_LAYOUTS, MAX_QUERIES
 
 npu = torch.ops.npu
@@ -94,6 +94,36 @@ class NpuOps:
             codes, weight, weight_scale, pertoken_scale=scale, bias=bias, output_dtype=dtype
         )
         return product
+
+    def stored_experts(self, weight: Tensor) -> Tensor:
+        return weight.mT.contiguous()
+
+    def moe(self, x: Tensor, experts: Experts) -> Tensor:
+        """For experts that are not int8, in groups of more than two. Their weights are rounded to the dtype of x."""
+        sizes = experts.sizes
+        weights, ids, _ = npu.npu_moe_gating_top_k(
+            torch.mm(x.float(), experts.router.t()),
+            sizes.per_token,
+            bias=experts.bias,
+            k_group=sizes.kept_groups,
+            group_count=sizes.num_groups,
+            group_select_mode=1,  # by the sum of a group's two best
+            norm_type=1,  # sigmoid
+            routed_scaling_factor=sizes.scale,
+        )
+        rows, places, counts, _ = npu.npu_moe_init_routing_v2(
+            x,
+            ids,
+            expert_num=sizes.num_experts,
+            expert_tokens_num_type=1,
+            expert_tokens_num_flag=True,
+            quant_mode=-1,
+            active_expert_range=[0, sizes.num_experts],
+        )
+        products = _grouped(self.swiglu(_grouped(rows, experts.gate_up, counts)), experts.down, counts)
+        by_rank = places.view(ids.shape).t().flatten()  # first the places of every token's best expert
+        total: Tensor = npu.npu_moe_finalize_routing(products, None, None, None, weights.to(x.dtype), by_rank, None)
+        return total
 
     def settle(self, weights: Iterable[Tensor]) -> str:
         return "whether rows are independent is not known of NPUs"
@@ -208,6 +238,19 @@ class NpuOps:
                 groups.append(slice(first, index))
                 first = index
         return [*groups, slice(first, len(entries.lengths))]
+
+
+def _grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """The products of rows [n, in], which lie expert after expert, with weights [E, in, out] -> [n, out].
+
+    Args:
+        counts: rows of each expert, int64 [E].
+    """
+    product: Tensor
+    (product,) = npu.npu_grouped_matmul(
+        [rows], [weights], group_list=counts, split_item=3, group_type=0, group_list_type=1
+    )
+    return product
 
 
 def as_fractal_nz(weight: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ constraints of npu_rms_norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -255,3 +255,133 @@ def dequant_swiglu_quant(
     require(10 * length * 2 + rows * 4 // 40 < 192 * 1024, f"{name}: rows that fit into the memory of a vector core")
     gate, up = x.float().chunk(2, -1)
     return _coded(torch.nn.functional.silu(gate) * up)
+
+
+# ---- mixtures of experts -------------------------------------------------------------------------------------------
+
+
+@kernel("npu_moe_gating_top_k")
+def moe_gating_top_k(  # noqa: PLR0913
+    x: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    tid2eid: Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+) -> tuple[Tensor, Tensor, Tensor]:
+    name = "npu_moe_gating_top_k"
+    rows, experts = x.shape
+    known = norm_type == group_select_mode == 1 and input_ids is tid2eid is None and not out_flag
+    require(known, f"{name}: the laboratory knows sigmoid, groups by their two best, and no other outputs alone")
+    require(renorm == 0, f"{name}: renorm 0")
+    require(bias is not None and bias.dtype == x.dtype and bias.shape == (experts,), f"{name}: bias [E] of x's dtype")
+    require(experts <= 2048 and experts % group_count == 0, f"{name}: at most 2048 experts, in equal groups")
+    size = experts // group_count
+    require(size > 2 and -(-size // 32) * 32 * group_count <= 2048, f"{name}: groups of more than 2")
+    require(1 <= k_group <= group_count and k_group * size >= k, f"{name}: enough experts in k_group groups")
+    assert bias is not None
+    scores = x.float().sigmoid()
+    ranking = (scores + bias.float()).view(rows, group_count, size)
+    order = ranking.topk(2).values.sum(-1).sort(descending=True, stable=True).indices
+    ranking = ranking.scatter(1, order[:, k_group:, None].expand(-1, -1, size), -torch.inf).flatten(1)
+    ids = ranking.sort(descending=True, stable=True).indices[:, :k]
+    chosen = scores.gather(1, ids)
+    if k > 1:
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + eps)
+    return (chosen * routed_scaling_factor).to(x.dtype), ids.int(), scores
+
+
+@kernel("npu_moe_init_routing_v2")
+def moe_init_routing_v2(  # noqa: PLR0913
+    x: Tensor,
+    expert_idx: Tensor,
+    *,
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+    active_num: int = -1,
+    expert_capacity: int = -1,
+    expert_num: int = -1,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = -1,
+    active_expert_range: Sequence[int] = (),
+    row_idx_type: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    name = "npu_moe_init_routing_v2"
+    require(x.dtype in FLOATS and x.dim() == 2, f"{name}: x [rows, hidden] of a float dtype")
+    require(expert_idx.dtype == torch.int32, f"{name}: expert_idx is int32")
+    require(expert_tokens_num_flag and expert_tokens_num_type == 1, f"{name}: the laboratory knows counts alone")
+    known = scale is offset is None and quant_mode == -1 and row_idx_type == drop_pad_mode == 0 and active_num == -1
+    require(known, f"{name}: the laboratory knows no quantisation, and indices of gather alone")
+    require(list(active_expert_range) == [0, expert_num], f"{name}: the laboratory knows all experts alone")
+    flat = expert_idx.flatten().long()
+    order = flat.sort(stable=True).indices
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    counts = flat.bincount(minlength=expert_num)
+    return x[order // expert_idx.shape[1]], places.int(), counts, torch.empty(len(flat))
+
+
+@kernel("npu_grouped_matmul")
+def grouped_matmul(
+    x: Sequence[Tensor],
+    weight: Sequence[Tensor],
+    *,
+    group_list: Tensor | None = None,
+    split_item: int = 0,
+    group_type: int = -1,
+    group_list_type: int = 0,
+    **others: Any,
+) -> list[Tensor]:
+    name = "npu_grouped_matmul"
+    known = len(x) == len(weight) == split_item - 2 == group_list_type == 1 and group_type == 0
+    require(known, f"{name}: the laboratory knows one x, one weight, groups of rows by their counts alone")
+    require(not any(value for value in others.values()), f"{name}: the laboratory knows no other arguments")
+    (rows,), (weights,) = x, weight
+    require(rows.dtype == weights.dtype and rows.dtype in FLOATS, f"{name}: x and weight are of one float dtype")
+    require(weights.dim() == 3 and rows.shape[1] == weights.shape[1], f"{name}: x [n, in], weight [E, in, out]")
+    require(group_list is not None and len(group_list) == len(weights) > 1, f"{name}: a count for each of the groups")
+    assert group_list is not None
+    parts = rows.float().split(group_list.tolist())
+    return [torch.cat([part @ own.float() for part, own in zip(parts, weights, strict=True)]).to(rows.dtype)]
+
+
+@kernel("npu_moe_finalize_routing")
+def moe_finalize_routing(  # noqa: PLR0913
+    expanded_permuted_rows: Tensor,
+    skip1: Tensor | None,
+    skip2: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    expanded_src_to_dst_row: Tensor,
+    export_for_source_row: Tensor | None,
+    drop_pad_mode: int | None = 0,
+    k: int | None = 1,
+) -> Tensor:
+    name, rows = "npu_moe_finalize_routing", expanded_permuted_rows
+    known = skip1 is skip2 is bias is export_for_source_row is None and drop_pad_mode == 0
+    require(known and scales is not None, f"{name}: the laboratory knows scaled rows alone, none dropped")
+    assert scales is not None
+    require(rows.dtype == scales.dtype and rows.dtype in FLOATS, f"{name}: rows and scales are of one float dtype")
+    require(expanded_src_to_dst_row.dtype == torch.int32, f"{name}: expanded_src_to_dst_row is int32")
+    num_tokens, per_token = scales.shape
+    taken = rows.float()[expanded_src_to_dst_row.long()].view(per_token, num_tokens, -1)
+    return (taken * scales.float().t()[..., None]).sum(0).to(rows.dtype)
+
+
+@kernel("npu_add_rms_norm_cast")
+def add_rms_norm_cast(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``npu_add_rms_norm``, with the norm in float32 too: torchair puts it where a cast follows."""
+    require(x1.dtype in HALVES, "npu_add_rms_norm_cast: a half dtype")
+    normed, scale, total = add_rms_norm(x1, x2, gamma, epsilon)
+    return normed.float(), normed, scale, total
