@@ -122,6 +122,10 @@ class SplitSource(ModelSource):
         if found.int8 is not None:
             _check_stored_int8(config, found)
         dtype = checkpoint.with_dtype(found.config, config.dtype).dtype
+        if config.device == "cuda" and found.config.experts is not None:
+            raise ParameterError(
+                "model", f"{path} has experts, for which device cuda has no kernels; choose cpu or npu"
+            )
         if config.device == "npu" and found.config.experts is not None:
             _check_experts_on_npu(found.config.experts, path, has_int8=bool(int8))
         if config.device == "npu" and dtype != "bfloat16":

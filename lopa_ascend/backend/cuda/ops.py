@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from lopa_ascend.backend.cuda import kernels
-from lopa_ascend.backend.interface import Entries, RowStats
+from lopa_ascend.backend.interface import Entries, Experts, RowStats
 
 SWIGLU_COLUMNS = 1024
 """Columns of a program of SwiGLU."""
@@ -73,6 +73,12 @@ class CudaOps:
 
     def packed(self, weight: Tensor) -> Tensor:
         return weight
+
+    def stored_experts(self, weight: Tensor) -> Tensor:
+        raise NotImplementedError("models with experts are refused before their weights are read")
+
+    def moe(self, x: Tensor, experts: Experts) -> Tensor:
+        raise NotImplementedError("models with experts are refused before their weights are read")
 
     def settle(self, weights: Iterable[Tensor]) -> str:
         """Tries whether the library rounds a row alike among different numbers of rows; it decides nothing."""
