@@ -61,7 +61,7 @@ def test_experts_compute_what_the_definition_says(seed: int, int8: bool) -> None
     experts = random_experts(sizes, 48, dtype, seed, int8=int8)
     x = torch.randn(random.Random(seed).choice([1, 7, 40]), 48, generator=torch.Generator().manual_seed(seed)).to(dtype)
     ids, weights = route(x.float() @ experts.router.T, experts.bias, sizes)
-    for row, expected in enumerate(definition.routed(x, experts)):
+    for row, expected in enumerate(definition._routed(x, experts)):
         assert ids[row].tolist() == list(expected)
         assert weights[row].tolist() == pytest.approx(list(expected.values()), rel=1e-5)
     found, plain = CpuOps().moe(x, experts), definition.moe(x, experts)
@@ -75,7 +75,7 @@ def test_all_tokens_may_take_the_same_experts() -> None:
     experts = random_experts(PLAIN, 48, torch.float32, 0)
     experts.bias.copy_(torch.tensor([0.0, 9, 0, 9, 0, 0, 0, 0]))
     x = torch.randn(50, 48, generator=torch.Generator().manual_seed(1))
-    assert all({*found} == {1, 3} for found in definition.routed(x, experts))
+    assert all({*found} == {1, 3} for found in definition._routed(x, experts))
     torch.testing.assert_close(CpuOps().moe(x, experts), definition.moe(x, experts), rtol=1e-5, atol=1e-5)
 
 

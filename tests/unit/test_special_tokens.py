@@ -100,9 +100,9 @@ def test_a_family_has_tokens_that_end_an_answer(tmp_path: Path) -> None:
     tokenizer = some(write_tokenizer(tmp_path / "instruct", special=names))
     assert end_token_ids(tokenizer, mask, others[:1], FAMILIES["llada"]) == (others[0], eot)
     assert end_token_ids(some(write_tokenizer(tmp_path / "base")), mask, others[:1], FAMILIES["llada"]) == (others[0],)
-    names = ("<|startoftext|>", "<|endoftext|>", "<|role_end|>", "<|mask|>")
+    names = ("<|endoftext|>", "<|startoftext|>", "<|role_end|>", "<|mask|>")
     second = some(write_tokenizer(tmp_path / "llada2", special=names))
-    assert end_token_ids(second, mask, (), FAMILIES["llada2_moe"]) == (mask - 2, mask - 1)
+    assert end_token_ids(second, mask, (), FAMILIES["llada2_moe"]) == (mask - 3, mask - 1)
 
 
 def test_a_stop_string_that_is_a_special_token_is_a_stop_token(tmp_path: Path) -> None:

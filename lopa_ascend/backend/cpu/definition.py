@@ -70,7 +70,7 @@ def quant_linear(
     return (product if bias is None else product + bias.float()).to(dtype)
 
 
-def routed(x: Tensor, experts: Experts) -> list[dict[int, float]]:
+def _routed(x: Tensor, experts: Experts) -> list[dict[int, float]]:
     """For each token of x [T, hidden] the numbers of its experts with their weights, the best first."""
     sizes, tokens = experts.sizes, []
     size = sizes.num_experts // sizes.num_groups
@@ -89,7 +89,7 @@ def routed(x: Tensor, experts: Experts) -> list[dict[int, float]]:
 def moe(x: Tensor, experts: Experts) -> Tensor:
     """The weighted sum of the MLPs of the experts that each token of x [T, hidden] takes."""
     total = torch.zeros(x.shape)
-    for row, found in enumerate(routed(x, experts)):
+    for row, found in enumerate(_routed(x, experts)):
         for expert, weight in found.items():
             total[row] += weight * _expert(x[row : row + 1], experts, expert)[0].float()
     return total.to(x.dtype)
