@@ -111,7 +111,8 @@ def load(
     tensors = checkpoint.expected.with_scales(modules)
     slices = shard.slices(tensors, config)
     dtypes = dtypes or dict.fromkeys(checkpoint.files, DTYPES[config.dtype])
-    dtypes = {name: torch.float32 if tensors.specs[name].row.is_float32 else dtype for name, dtype in dtypes.items()}
+    is_float32 = {name for name, spec in tensors.specs.items() if spec.row.is_float32}
+    dtypes = {name: torch.float32 if name in is_float32 else dtype for name, dtype in dtypes.items()}
     float_dtypes = {name: dtype for name, dtype in dtypes.items() if name + SCALE not in tensors.specs}
     parts, check = _rank_tensors(checkpoint, slices, lora, modules), partial(check_weights, checkpoint)
     rank_stream = stacked(parts, tensors, slices, float_dtypes, check)

@@ -39,8 +39,8 @@ def test_names_are_taken_once() -> None:
         register_model(MODEL_TYPE, PlainDream)
         with pytest.raises(ValueError, match="model_type 'PlainDream' is registered already"):
             register_model(MODEL_TYPE, Deeper)
-        assert known_models() == ("Dream", "Fast_dLLM_Qwen", "PlainDream", "llada", "sdar")
-    assert known_models() == ("Dream", "Fast_dLLM_Qwen", "llada", "sdar")
+        assert known_models() == ("Dream", "Fast_dLLM_Qwen", "PlainDream", "llada", "llada2_moe", "sdar")
+    assert known_models() == ("Dream", "Fast_dLLM_Qwen", "llada", "llada2_moe", "sdar")
 
 
 @pytest.mark.parametrize("model_type", [None, "Other", ["Dream"], 3])
@@ -57,7 +57,7 @@ def test_what_is_no_known_name_is_refused_with_the_list(path: Path, model_type: 
 def test_an_entry_point_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [importlib.metadata.EntryPoint("Broken", "no_such_module:Model", "lopa_ascend.models")]
     monkeypatch.setattr("lopa_ascend.model.registry.entry_points", lambda group: points)
-    assert known_models() == ("Broken", "Dream", "Fast_dLLM_Qwen", "llada", "sdar")
+    assert known_models() == ("Broken", "Dream", "Fast_dLLM_Qwen", "llada", "llada2_moe", "sdar")
     with pytest.raises(
         ValueError, match="model_type 'Broken': entry point 'no_such_module:Model' cannot be loaded: No"
     ):

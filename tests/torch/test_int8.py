@@ -245,7 +245,10 @@ def test_layers_can_be_left_out(path: Path) -> None:
             {"quantization": "w8a8", "quantization_exclude": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
             "quantization_exclude: names all linear layers, so nothing would be quantised; leave out at least one",
         ),
-        ({"quantization": "w8a8", "graph_mode": "inductor"}, "graph modes eager, npugraph_ex, ge; graph_mode is 'ind"),
+        (
+            {"quantization": "w8a8", "graph_mode": "inductor"},
+            "graph modes eager, npugraph_ex, ge, cuda_graphs; graph_mode is 'ind",
+        ),
     ],
 )
 def test_what_does_not_go_together(path: Path, options: dict[str, Any], message: str) -> None:
