@@ -205,6 +205,19 @@ def test_a_position_that_is_masked_again_is_shown_as_masked(demo: ServerProcess,
         assert page.inner_text(".detail").endswith("masked") == (number in (None, 2))
 
 
+def test_a_token_that_is_changed_is_shown_from_its_pass_on(demo: ServerProcess, pages: Pages):
+    page = pages(demo.url)
+    anchor = [branch(0, 0.5, None)]
+    changed = {**step(1, [fill(1)], anchor, 0, 4), "edits": [{**fill(0), "token": "new", "replaced": 0}]}
+    open_file(page, "changed.jsonl", lines([START, step(0, [fill(0)], anchor, 0, 4), changed]))
+    until(page, lambda: passes_of(page) == 2)
+    press(page, "Home")
+    for key, number, token in (("ArrowRight", 1, "t0"), ("ArrowRight", 2, "new")):
+        assert f"{number} of 4 filled" in press(page, key)
+        page.hover("canvas", position={"x": 9, "y": 9})
+        assert f"{token}\u201d" in page.inner_text(".detail")
+
+
 def test_a_pass_is_drawn_in_less_than_a_thirtieth_of_a_second(demo: ServerProcess, pages: Pages):
     """4,096 positions and 16 branches; another state in every frame. CPU time counts, as other processes may run."""
     page = pages(demo.url, viewport={"width": 1600, "height": 1000})

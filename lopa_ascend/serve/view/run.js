@@ -40,13 +40,13 @@ export class Run {
     if (!isComplete) throw new Problem(`${source} has a pass without its fills or branches.`);
     if (isStep) this.steps.push(event);
     else this.done = event;
-    const { remasked = [], fills } = event, { lookahead, further = [] } = (isStep && event.branches[event.winner]) || {};
-    for (const position of remasked) {
+    const { remasked = [], edits = [], fills } = event, { lookahead, further = [] } = (isStep && event.branches[event.winner]) || {};
+    for (const position of [...remasked, ...edits.map((edit) => edit.position)]) {
       const known = this.cells[position]?.at(-1);
       if (known) known.until = this.last;
     }
     const own = new Set([lookahead, ...further].map((fill) => fill?.position));
-    for (const fill of fills) {
+    for (const fill of [...fills, ...edits]) {
       const { position } = fill;
       if (!(position >= 0 && position < MOST)) throw new Problem(`${source} fills the position ${position}, which no answer has.`);
       (this.cells[position] ??= []).push({ fill, pass: this.last, own: own.has(position), until: Infinity });
