@@ -265,3 +265,25 @@ def test_more_dies_never_make_the_best_plan_slower(dream: ModelConfig, dies: Ran
     known = {0: 3.1, 14: 10.1}
     speeds = [best_plan(dream, dies, Workload(), known, n).middle for n in (1, 2, 4, 8, 16)]
     assert speeds == sorted(speeds)
+
+
+def test_experts_are_held_whole_and_read_as_tokens_take_them():
+    mini = load_model("LLaDA2.0-mini")
+    attention, shared = (16 + 2 * 4) * 128 * 2048 + 2048 * 16 * 128, 3 * 512 * 2048
+    of_experts, router = 256 * 3 * 512 * 2048, 256 * 2048
+    assert tasks.weight_bytes(mini, "bf16") == (
+        2 * (20 * attention + 3 * 5120 * 2048 + 19 * (shared + of_experts)) + 19 * 4 * router,
+        2 * 157_184 * 2048,
+    )
+    held = tasks.memory_bytes(mini, Workload(k=0, window=32, context=0)) - 32 * 2 * 20 * 4 * 128 * 2
+    assert held == pytest.approx(32.5e9, rel=0.01)
+    assert sum(tasks.weight_bytes(mini, "w8a8", 4)) * 4 == pytest.approx(17e9, rel=0.03)
+
+    def read(tokens: int) -> float:
+        found = tasks.step_tasks(mini, Workload(k=0, window=tokens, context=0))
+        return sum(task.bytes * task.times for task in found if task.kind == "product")
+
+    assert read(1) == pytest.approx(
+        2 * (20 * attention + 3 * 5120 * 2048 + 19 * (shared + of_experts * 8 / 256)) + 19 * 4 * router, rel=0.01
+    )
+    assert 19 * 2 * of_experts * 0.6 < read(32) - read(1) < 19 * 2 * of_experts * 0.64

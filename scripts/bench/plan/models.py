@@ -21,8 +21,7 @@ def load_model(name: str) -> ModelConfig:
     """The configuration of a built-in geometry, or of a Hugging Face directory, of which config.json alone is read.
 
     Raises:
-        ConfigError: there is neither such a geometry nor such a directory, or its config.json cannot be used; or it is
-            a mixture of experts, of which a step reads as many as its tokens take.
+        ConfigError: there is neither such a geometry nor such a directory, or its config.json cannot be used.
     """
     built_in = read_json_object(FILE, ConfigError)
     if name in built_in:
@@ -36,7 +35,4 @@ def load_model(name: str) -> ModelConfig:
 def _parse(values: dict[str, Any], source: str) -> ModelConfig:
     """The configuration of a model of any architecture."""
     name = str(architecture_name(values))
-    model = ModelConfig.from_json(values, {}, source, name, FAMILIES.get(name))
-    if model.experts is not None:
-        raise ConfigError(f"{source}: num_experts is {model.experts.num_experts}, expected a dense model to plan for")
-    return model
+    return ModelConfig.from_json(values, {}, source, name, FAMILIES.get(name))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lopa_ascend.config import ModelConfig
+from lopa_ascend.config import ExpertsConfig, ModelConfig
 
 PRECISIONS = ("bf16", "w8a8", "fp32")
 """Number formats of the linear layers' weights. Embedding, head, keys and values are bf16 with "w8a8"."""
@@ -66,8 +66,8 @@ class Task(NamedTuple):
 
 
 def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
-    """Weights of one layer's linear layers on a rank, without biases."""
-    return sum(rows * columns for rows, columns in _products(model, tp))
+    """Weights of one layer's linear layers on a rank, without biases and experts."""
+    return sum(rows * columns for rows, columns in _products(model, tp, model.intermediate_size))
 
 
 def head_parameters(model: ModelConfig, tp: int = 1) -> int:
@@ -75,22 +75,46 @@ def head_parameters(model: ModelConfig, tp: int = 1) -> int:
     return model.vocab_shard(tp) * model.hidden_size
 
 
-def _products(model: ModelConfig, tp: int) -> tuple[tuple[int, int], ...]:
-    """(outputs, inputs) of a layer's products on a rank: q, k and v; o; gate and up; down."""
-    heads, inner = model.local_heads(tp) * model.head_dim, model.intermediate_size // tp
+def _products(model: ModelConfig, tp: int, width: int) -> tuple[tuple[int, int], ...]:
+    """(outputs, inputs) of a layer's products on a rank: q, k and v; o; gate and up; down.
+
+    Args:
+        width: of the MLP, or of the one that all tokens take beside their experts.
+    """
+    heads, inner = model.local_heads(tp) * model.head_dim, width // tp
     hidden, qkv = model.hidden_size, heads + 2 * model.local_kv_heads(tp) * model.head_dim
     return (qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)
 
 
-def weight_bytes(model: ModelConfig, precision: str, tp: int = 1) -> tuple[int, int]:
-    """Bytes of linear layers and of the head that a rank reads in a step.
+def _layers(model: ModelConfig) -> tuple[tuple[int, int, ExpertsConfig | None], ...]:
+    """Number of layers, width of their MLP and their experts, for each kind of layer that the model has."""
+    experts = model.experts
+    if experts is None:
+        return ((model.num_layers, model.intermediate_size, None),)
+    dense = (experts.first_layer, model.intermediate_size, None)
+    return dense, (model.num_layers - experts.first_layer, experts.shared_inner, experts)
 
-    W8A8 also has a float32 scale for each output channel; the head stays bf16. The embedding's rows are left out.
+
+def weight_bytes(model: ModelConfig, precision: str, tp: int = 1) -> tuple[int, int]:
+    """Bytes of linear layers and of the head on a rank. A step reads them all, of experts those that its tokens take.
+
+    W8A8 also has a float32 scale for each output channel; the head stays bf16, and routers are float32. The embedding's
+    rows are left out.
     """
-    size = {"bf16": 2, "w8a8": 1, "fp32": 4}[precision]
-    scales = 4 * sum(outputs for outputs, _ in _products(model, tp)) if precision == "w8a8" else 0
-    layers = model.num_layers * (layer_parameters(model, tp) * size + scales)
+    size, scale = {"bf16": (2, 0), "w8a8": (1, 4), "fp32": (4, 0)}[precision]
+    layers = 0
+    for count, width, experts in _layers(model):
+        each = sum(outputs * (inputs * size + scale) for outputs, inputs in _products(model, tp, width))
+        if experts is not None:
+            of_expert = sum(rows * (columns * size + scale) for rows, columns in _expert_products(model, tp, experts))
+            each += experts.num_experts * (of_expert + 4 * model.hidden_size)
+        layers += count * each
     return layers, head_parameters(model, tp) * element_bytes(precision)
+
+
+def _expert_products(model: ModelConfig, tp: int, experts: ExpertsConfig) -> tuple[tuple[int, int], ...]:
+    """(outputs, inputs) of an expert's products on a rank: gate and up; down."""
+    return (2 * experts.inner // tp, model.hidden_size), (model.hidden_size, experts.inner // tp)
 
 
 def element_bytes(precision: str) -> int:
@@ -131,16 +155,40 @@ def step_tasks(model: ModelConfig, work: Workload) -> Iterator[Task]:
         raise ValueError(f"tp is {work.tp}, but the model can be split over {sizes} ranks")
     if work.precision not in PRECISIONS:
         raise ValueError(f"unknown precision {work.precision!r}; choose one of {', '.join(PRECISIONS)}")
-    for task in _layer_tasks(model, work):
-        yield task._replace(times=task.times * model.num_layers)
+    for count, width, experts in _layers(model):
+        of_layer = [*_layer_tasks(model, work, width), *(_expert_tasks(model, work, experts) if experts else ())]
+        for task in of_layer:
+            yield task._replace(times=task.times * count)
     yield from _other_tasks(model, work)
 
 
-def _layer_tasks(model: ModelConfig, work: Workload) -> Iterator[Task]:
+def _expert_tasks(model: ModelConfig, work: Workload, experts: ExpertsConfig) -> Iterator[Task]:
+    """What a mixture of experts adds to a layer. All experts are equally likely, so that n tokens take
+    E (1 - (1 - taken / E) ** n) of them; a step of one request reads fewer, as its tokens are alike."""
+    size, tokens, hidden = element_bytes(work.precision), work.tokens, model.hidden_size
+    weight_size, scale = (1, 4) if work.precision == "w8a8" else (size, 0)
+    number, pairs = experts.num_experts, tokens * experts.per_token
+    taken = number * (1 - (1 - experts.per_token / number) ** tokens)
+    yield Task("product", 4 * (number * hidden + tokens * (hidden + number)), 2 * tokens * number * hidden)  # router
+    for outputs, inputs in _expert_products(model, work.tp, experts):
+        moved = taken * outputs * (inputs * weight_size + scale) + pairs * (inputs * weight_size + outputs * size)
+        yield Task("product", moved, 2 * pairs * outputs * inputs)
+    per_token = {
+        "cast": (size + 4) * hidden,
+        "choice": 8 * number,
+        "sort by expert": (1 + experts.per_token) * hidden * size,
+        "swiglu": experts.per_token * 3 * (experts.inner // work.tp) * size,
+        "sum": (1 + experts.per_token) * hidden * size,
+    }
+    for moved in per_token.values():
+        yield Task("small", tokens * moved)
+
+
+def _layer_tasks(model: ModelConfig, work: Workload, width: int) -> Iterator[Task]:
     size, tokens = element_bytes(work.precision), work.tokens
     int8 = work.precision == "w8a8"
     weight_size = 1 if int8 else size
-    for outputs, inputs in _products(model, work.tp):
+    for outputs, inputs in _products(model, work.tp, width):
         scales = 4 * outputs if int8 else 0
         moved = outputs * inputs * weight_size + scales + tokens * (inputs * weight_size + outputs * size)
         yield Task("product", moved, 2 * tokens * outputs * inputs)
@@ -150,13 +198,13 @@ def _layer_tasks(model: ModelConfig, work: Workload) -> Iterator[Task]:
     yield Task("attention", 2 * tokens * heads * size + keys, 4 * tokens * seen * heads)
     vectors = {
         "norms": (2, 8 * model.hidden_size),  # each reads a sum and its addend, and writes the norm and the sum
-        "swiglu": (1, 3 * model.intermediate_size // work.tp),
+        "swiglu": (1, 3 * width // work.tp),
         "rope": (1, 4 * (heads + 2 * kv)),  # reads and writes q, k and v, and reads cosines and sines of each head
         "split": (SPLIT_TASKS, 2 * (heads + 2 * kv)),
         "keys and values": (1, 4 * kv),
     }
-    for count, width in vectors.values():
-        yield Task("small", tokens * width * size / count, times=count)
+    for count, elements in vectors.values():
+        yield Task("small", tokens * elements * size / count, times=count)
     if int8:  # norms and SwiGLU have forms that quantise; the input of the output projection needs a kernel
         yield Task("small", tokens * heads * (size + 1))
     if work.tp > 1:
