@@ -32,6 +32,8 @@ class Request:
     """The model's."""
     continuations: tuple[tuple[int, ...], ...] = ()
     """See ``Generate``."""
+    canvas: tuple[int, ...] = ()
+    """See ``Generate``."""
 
     @property
     def origin(self) -> int:

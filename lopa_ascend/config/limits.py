@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 
-from lopa_ascend.config.combinations import filled_by, listed
+from lopa_ascend.config.combinations import COMMITTING, filled_by, listed
 from lopa_ascend.config.decoding import DecodingParams, banned_ids
 from lopa_ascend.config.decodings import known_decodings
 from lopa_ascend.config.engine import check_window_attention
@@ -136,6 +136,36 @@ class Limits:
         for token in chain.from_iterable(continuations):
             if not 0 <= token < self.vocab_size or token == self.mask_token_id:
                 raise ParameterError("continuations", f"token id {token} is the mask, or does not exist")
+
+    def check_canvas(self, params: DecodingParams, canvas: Sequence[int]) -> None:
+        """Refuses a text with gaps that a decoding cannot fill; see ``Generate``. ``check`` looks at its length.
+
+        Raises:
+            ParameterError: ``param`` is "canvas".
+        """
+        if self.properties.is_block_causal:
+            message = "needs a model that attends to all positions, such as Dream or LLaDA; this one is block-causal"
+            raise ParameterError("canvas", message)
+        if params.is_pipelined:
+            choices = [name for name in known_decodings() if filled_by(name, "d2f") not in COMMITTING]
+            bases = [base for base in BASES if base not in COMMITTING]
+            name = f'decoding "{params.decoding}"' + (f' over "{params.base}"' if params.decoding == "lopa" else "")
+            message = (
+                f"does not go with {name}, which writes from left to right and sees nothing behind a gap; use "
+                f'decoding {listed(tuple(choices))}, or decoding "lopa" with base {listed(tuple(bases))}'
+            )
+            raise ParameterError("canvas", message)
+        if params.structured_outputs is not None:
+            raise ParameterError("canvas", "cannot be combined with structured_outputs, which describes a whole answer")
+        gaps = [is_gap for is_gap, _ in groupby(token == self.mask_token_id for token in canvas) if is_gap]
+        if not gaps or len(canvas) != params.max_new_tokens:
+            raise ParameterError("canvas", f"must have max_new_tokens {params.max_new_tokens} tokens, and a gap")
+        if params.min_new_tokens and len(gaps) > 1:
+            message = f"has {len(gaps)} gaps, and min_new_tokens goes with one"
+            raise ParameterError("canvas", message)
+        for token in canvas:
+            if not 0 <= token < self.vocab_size:
+                raise ParameterError("canvas", f"token id {token} does not exist")
 
     def room(self, prompt_tokens: int, block_size: int) -> int:
         """The most tokens that can follow a prompt."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, groupby
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import most_confident
@@ -19,7 +20,17 @@ from lopa_ascend.types import DREAM, Fill, ModelProperties, RowPlan, SequencePla
 
 
 class Canvas(Strategy):
-    """One sequence whose canvas is whole from the beginning, in blocks of masks."""
+    """One sequence whose canvas is whole from the beginning, in blocks of masks.
+
+    With a ``canvas`` it is a text with gaps: runs of masks among given tokens. A gap has blocks of its own, and what is
+    given is a block without masks. A token that ends the answer ends its gap, and is repeated to the gap's end.
+
+    Attributes:
+        gaps: the places of the runs of masks among the generated positions.
+
+    Args:
+        canvas: token ids, with the mask in gaps; empty: masks alone.
+    """
 
     def __init__(
         self,
@@ -30,13 +41,34 @@ class Canvas(Strategy):
         num_committed: int = 0,
         properties: ModelProperties = DREAM,
         constraint: Constraint | None = None,
+        *,
+        canvas: Sequence[int] = (),
     ) -> None:
         assert not num_committed, "the keys and values of the prompt depend on the canvas"
         super().__init__(prompt, params, mask, eos, num_committed, properties, constraint)
-        canvas = self.anchor
-        while canvas.end < self.limit:
-            canvas = canvas.open_block(min(params.block_size, self.limit - canvas.end), mask)
-        self.branches = (canvas,)
+        self._has_gaps = bool(canvas)
+        self._ends_early = params.finish_at_eos and constraint is None
+        self._ends_early &= self._has_gaps or (params.max_active_blocks or 1) > 1
+        self.branches = (self._lay_out(canvas or [mask] * params.max_new_tokens),)
+
+    def _lay_out(self, canvas: Sequence[int]) -> Branch:
+        """The canvas in blocks; sets ``gaps``."""
+        branch, gaps = self.anchor, list[range]()
+        for is_gap, run in groupby(canvas, lambda token: token == self.mask):
+            tokens, place = tuple(run), len(branch.tokens)
+            if not is_gap:
+                branch = branch.open_given(tokens)
+                continue
+            gaps.append(range(place, place + len(tokens)))
+            for start in range(0, len(tokens), self.params.block_size):
+                branch = branch.open_block(min(self.params.block_size, len(tokens) - start), self.mask)
+        self.gaps = tuple(gaps)
+        return branch
+
+    @property
+    def gap_length(self) -> int:
+        """Positions of all gaps."""
+        return sum(map(len, self.gaps))
 
     @property
     def in_prefill(self) -> bool:
@@ -44,7 +76,7 @@ class Canvas(Strategy):
 
     @property
     def num_opened(self) -> int:
-        return sum(block.filled for block in self.answer.blocks[1:])
+        return self.gap_length - self.answer.masks
 
     def plan(self) -> SequencePlan | None:
         is_final = self.known_winner is not None or (self.params.finish_at_eos and self.visible_is_final())
@@ -67,6 +99,68 @@ class Canvas(Strategy):
     def _whole_row(self, branch: Branch, masked: Sequence[int]) -> RowPlan:
         """The row that computes prompt and canvas, and predicts the positions ``masked``."""
         return RowPlan(0, (*self.prompt, *branch.tokens), 0, (branch.end,), tuple(masked))
+
+    def settle(self, branch: Branch) -> Branch:
+        """Ends gaps behind a token that ends the answer."""
+        return self._ended(branch) if self._ends_early and branch.eos else branch
+
+    def _ended(self, branch: Branch) -> Branch:
+        """The branch, with each gap's first token that ends the answer everywhere behind it in the gap."""
+        tokens = list(branch.tokens)
+        for gap in self.gaps:
+            if (end := self._end_in(tokens, gap)) is not None:
+                tokens[end : gap.stop] = [tokens[end]] * (gap.stop - end)
+        prompt, *blocks = branch.blocks
+        places = (slice(block.start - branch.first, block.end - branch.first) for block in blocks)
+        masks = [tokens[place].count(self.mask) for place in places]
+        ended = (replace(block, masks=count) for block, count in zip(blocks, masks, strict=True))
+        return replace(branch, tokens=tuple(tokens), blocks=(prompt, *ended))
+
+    def _end_in(self, tokens: Sequence[int], gap: range) -> int | None:
+        """The place of the first token in a gap that ends the answer."""
+        return next((place for place in gap if tokens[place] in self.ends), None)
+
+    # ---- what is final: of a text with gaps what is in them ----------------------------------------------------------
+
+    def final_tokens(self) -> list[int]:
+        if not self._has_gaps:
+            return super().final_tokens()
+        tokens = self.answer.tokens
+        return [tokens[place] for place in self.final_places()]
+
+    def final_places(self) -> Sequence[int]:
+        if not self._has_gaps:
+            return super().final_places()
+        return [place for places, _ in self._final_gaps() for place in places]
+
+    @property
+    def gap_ends(self) -> tuple[tuple[int, int | None], ...]:
+        if not self._has_gaps:
+            return ()
+        found = self._final_gaps()
+        complete = found[:-1] if self.answer.masks else found
+        return tuple(zip(accumulate(len(places) for places, _ in complete), (end for _, end in complete), strict=True))
+
+    def _final_gaps(self) -> list[tuple[range, int | None]]:
+        """For each gap up to the first with a mask, that one included: its final places, and the token that ends it."""
+        tokens, found = self.answer.tokens, list[tuple[range, int | None]]()
+        for gap in self.gaps:
+            end = self._end_in(tokens, gap) if self.params.finish_at_eos else None
+            stop = gap.stop if end is None else end
+            mask = next((place for place in range(gap.start, stop) if tokens[place] == self.mask), None)
+            found.append((range(gap.start, stop if mask is None else mask), None if end is None else tokens[end]))
+            if mask is not None:
+                break
+        return found
+
+    def end_reached(self) -> int | None:
+        """In a text with gaps what ends the last gap."""
+        if not self._has_gaps:
+            return super().end_reached()
+        return None if self.answer.masks else self._final_gaps()[-1][1]
+
+    def visible_is_final(self) -> bool:
+        return not self.answer.masks if self._has_gaps else super().visible_is_final()
 
 
 class Parallel(Canvas):
@@ -139,26 +233,14 @@ class Parallel(Canvas):
         return max(1, num_passes * share + min(num_passes, remainder) - block.filled)
 
     def settle(self, branch: Branch) -> Branch:
-        """Counts the pass in the blocks that are begun, and ends the canvas behind a token that ends the answer."""
+        """Counts the pass in the blocks that are begun, and ends gaps."""
         if self.params.denoising_steps is not None:
             blocks = (
                 replace(block, passes=block.passes + 1) if block.masks and block.filled else block
                 for block in branch.blocks
             )
             branch = replace(branch, blocks=tuple(blocks))
-        has_several = (self.params.max_active_blocks or 1) > 1
-        may_end = has_several and self.params.finish_at_eos and self.constraint is None
-        return self._ended(branch) if may_end and branch.eos else branch
-
-    def _ended(self, branch: Branch) -> Branch:
-        """The branch, which has a token that ends the answer, with that token everywhere behind it."""
-        end = next(i for i, token in enumerate(branch.tokens) if token in self.ends)
-        tokens = branch.tokens[:end] + branch.tokens[end : end + 1] * (len(branch.tokens) - end)
-        prompt, *blocks = branch.blocks
-        places = (slice(block.start - branch.first, block.end - branch.first) for block in blocks)
-        masks = [tokens[place].count(self.mask) for place in places]
-        ended = (replace(block, masks=count) for block, count in zip(blocks, masks, strict=True))
-        return replace(branch, tokens=tokens, blocks=(prompt, *ended))
+        return super().settle(branch)
 
 
 def first_masked(branch: Branch) -> Block:

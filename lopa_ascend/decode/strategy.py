@@ -384,6 +384,15 @@ class Strategy(ABC):
         end = next((i for i, token in enumerate(tokens) if token in self._cuts), len(tokens))
         return tokens[:end]
 
+    def final_places(self) -> Sequence[int]:
+        """The places of ``final_tokens`` among the generated positions."""
+        return range(len(self.final_tokens()))
+
+    @property
+    def gap_ends(self) -> tuple[tuple[int, int | None], ...]:
+        """See ``Update``."""
+        return ()
+
     def end_reached(self) -> int | None:
         """The token id that ends the answer, if no position before it is masked."""
         for token in self.answer.tokens[: self.params.max_new_tokens]:

@@ -35,7 +35,7 @@ class Vanilla(Canvas):
     @property
     def num_steps(self) -> int:
         """Steps of the schedule."""
-        return self.params.steps or self.params.max_new_tokens
+        return self.params.steps or self.gap_length
 
     @property
     def num_counted(self) -> int:

@@ -19,6 +19,9 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     continuations: tuple[tuple[int, ...], ...] = ()
     """If there are any, nothing is generated: how probable is each of them after the prompt? ``max_new_tokens`` is the
     length of the longest."""
+    canvas: tuple[int, ...] = ()
+    """A text with gaps that follows the prompt: token ids, with the mask in gaps; empty: all is a gap.
+    ``max_new_tokens`` is its length."""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

@@ -247,3 +247,48 @@ def test_a_whole_canvas_ends_when_its_visible_text_is_final() -> None:
         assert strategy.num_forwards == num_forwards
         assert strategy.end_reached() == EOS
         assert strategy.final_tokens() == ([] if finish else [EOS] * 10)
+
+
+# ---- texts with gaps -------------------------------------------------------------------------------------------------
+
+
+def start_with_gaps(canvas: list[int], **values: Any) -> Strategy:
+    """A prompt of 3 tokens, and a canvas in which 0 is a mask."""
+    canvas = [token or MASK for token in canvas]
+    fields: dict[str, Any] = {"decoding": "parallel", "block_size": 4, "max_new_tokens": len(canvas), **values}
+    return begin([1] * 3, DecodingParams(**fields), MASK, frozenset([EOS]), canvas=canvas)
+
+
+def test_given_tokens_are_filled_and_gaps_have_blocks_of_their_own() -> None:
+    for decoding in ("parallel", "fast_dllm"):
+        strategy = start_with_gaps([0, 0, 0, 0, 0, 8, EOS, 0, 0, 9], decoding=decoding, tau_conf=0.05)
+        blocks = [(block.start, block.end, block.masks) for block in strategy.anchor.blocks[1:]]
+        assert blocks == [(3, 7, 4), (7, 8, 1), (8, 10, 0), (10, 12, 2), (12, 13, 0)]
+        seen = []
+        while strategy.plan() is not None:
+            plan, _ = one_pass(strategy)
+            seen.append(plan.rows[0].masked)
+            assert plan.rows[0].end == 13
+            if not plan.rows[0].start:
+                assert plan.rows[0].tokens[8:10] == (8, EOS)
+        assert sorted(position for masked in seen for position in masked) == [3, 4, 5, 6, 7, 10, 11]
+        assert (strategy.final_tokens(), strategy.final_places()) == ([5] * 7, [0, 1, 2, 3, 4, 7, 8])
+        assert (strategy.gap_ends, strategy.end_reached()) == (((5, None), (7, None)), None)
+
+
+def test_a_token_that_ends_the_answer_ends_its_gap() -> None:
+    strategy = start_with_gaps([0, 0, 0, 8, 0, 0], tau_conf=0.9)
+    one_pass(strategy, {4: 0.95}, token=EOS)
+    assert strategy.anchor.tokens == (MASK, EOS, EOS, 8, MASK, MASK)
+    assert (strategy.final_tokens(), strategy.gap_ends) == ([], ())
+    one_pass(strategy)
+    assert (strategy.final_tokens(), strategy.gap_ends) == ([5], ((1, EOS),))
+    one_pass(strategy, {7: 0.95, 8: 0.95}, token=EOS)
+    assert (strategy.plan(), strategy.final_tokens()) == (None, [5])
+    assert (strategy.gap_ends, strategy.end_reached()) == (((1, EOS), (1, EOS)), EOS)
+
+
+def test_dreams_decoding_makes_as_many_steps_as_there_are_masks() -> None:
+    strategy = start_with_gaps([0, 0, 8, 8, 8, 0], decoding="vanilla", alg="maskgit_plus", block_size=32, seed=1)
+    assert [len(one_pass(strategy)[1].fills) for _ in range(2)] == [1, 2]
+    assert strategy.plan() is None

@@ -21,6 +21,17 @@ class AskedChoice:
     params: DecodingParams
     continuations: tuple[tuple[int, ...], ...] = ()
     """See ``Generate``."""
+    canvas: tuple[int, ...] = ()
+    """See ``Generate``."""
+    num_given: int = 0
+    """Tokens of ``canvas`` that are given."""
+    num_gaps: int = 0
+    """Runs of masks in ``canvas``."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that were sent."""
+        return len(self.prompt_token_ids) + self.num_given
 
 
 MAX_UNREAD = 1024
