@@ -29,7 +29,7 @@ from lopa_ascend.config import (
 from lopa_ascend.config.settings import refuse_unknown
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.ranks import start_engine
-from lopa_ascend.text.gaps import Gap, canvas_of, pieces_of, whole_text
+from lopa_ascend.text.gaps import Gap, gapped_text, pieces_of, whole_text
 from lopa_ascend.text.output import GapsStream, OutputStream
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_template, load_tokenizer
@@ -337,15 +337,15 @@ class LLM:
         """
         prompt, pieces = pieces_of(parts, self._tokenize_part)
         asked = params or self.params()
-        canvas = canvas_of(pieces, asked.max_new_tokens, self.config.mask_token_id)
-        params = self.prompts.for_engine(asked).with_valid(max_new_tokens=len(canvas))
+        gapped = gapped_text(pieces, asked.max_new_tokens, self.config.mask_token_id)
+        params = self.prompts.for_engine(asked).with_valid(max_new_tokens=len(gapped.tokens))
         stream = GapsStream(prompt, params, self.tokenizer, sum(isinstance(piece, Gap) for piece in pieces))
         with self._lock, deferred_interrupts():
             request_id = f"request-{next(self._ids)}"
             try:
-                self.engine.add(request_id, prompt, params, canvas=canvas)
+                self.engine.add(request_id, prompt, params, gapped=gapped)
             except ParameterError as error:
-                field = "parts" if error.param in ("canvas", "max_new_tokens", "prompt") else error.param
+                field = "parts" if error.param in ("gaps", "max_new_tokens", "prompt") else error.param
                 raise type(error)(field, str(error).removeprefix(f"{error.param}: ")) from None
             unfinished = {0: (request_id, stream)}
             self._updates[request_id] = deque()

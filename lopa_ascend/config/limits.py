@@ -13,7 +13,7 @@ from lopa_ascend.config.engine import check_window_attention
 from lopa_ascend.config.parameters import BASES
 from lopa_ascend.config.settings import ContextLengthError, ParameterError, context_length
 from lopa_ascend.kv.pages import slots_for, worst_case
-from lopa_ascend.types import DREAM, ModelProperties
+from lopa_ascend.types import DREAM, GappedText, ModelProperties
 
 
 def check_decoding(params: DecodingParams, properties: ModelProperties) -> None:
@@ -137,15 +137,15 @@ class Limits:
             if not 0 <= token < self.vocab_size or token == self.mask_token_id:
                 raise ParameterError("continuations", f"token id {token} is the mask, or does not exist")
 
-    def check_canvas(self, params: DecodingParams, canvas: Sequence[int]) -> None:
+    def check_gaps(self, params: DecodingParams, text: GappedText) -> None:
         """Refuses a text with gaps that a decoding cannot fill; see ``Generate``. ``check`` looks at its length.
 
         Raises:
-            ParameterError: ``param`` is "canvas".
+            ParameterError: ``param`` is "gaps".
         """
         if self.properties.is_block_causal:
             message = "needs a model that attends to all positions, such as Dream or LLaDA; this one is block-causal"
-            raise ParameterError("canvas", message)
+            raise ParameterError("gaps", message)
         if params.is_pipelined:
             choices = [name for name in known_decodings() if filled_by(name, "d2f") not in COMMITTING]
             bases = [base for base in BASES if base not in COMMITTING]
@@ -154,18 +154,18 @@ class Limits:
                 f"does not go with {name}, which writes from left to right and sees nothing behind a gap; use "
                 f'decoding {listed(tuple(choices))}, or decoding "lopa" with base {listed(tuple(bases))}'
             )
-            raise ParameterError("canvas", message)
+            raise ParameterError("gaps", message)
         if params.structured_outputs is not None:
-            raise ParameterError("canvas", "cannot be combined with structured_outputs, which describes a whole answer")
-        gaps = [is_gap for is_gap, _ in groupby(token == self.mask_token_id for token in canvas) if is_gap]
-        if not gaps or len(canvas) != params.max_new_tokens:
-            raise ParameterError("canvas", f"must have max_new_tokens {params.max_new_tokens} tokens, and a gap")
+            raise ParameterError("gaps", "cannot be combined with structured_outputs, which describes a whole answer")
+        gaps = [is_gap for is_gap, _ in groupby(token == self.mask_token_id for token in text.tokens) if is_gap]
+        if not gaps or len(text.tokens) != params.max_new_tokens:
+            raise ParameterError("gaps", f"must have max_new_tokens {params.max_new_tokens} tokens, and a gap")
         if params.min_new_tokens and len(gaps) > 1:
             message = f"has {len(gaps)} gaps, and min_new_tokens goes with one"
-            raise ParameterError("canvas", message)
-        for token in canvas:
+            raise ParameterError("gaps", message)
+        for token in text.tokens:
             if not 0 <= token < self.vocab_size:
-                raise ParameterError("canvas", f"token id {token} does not exist")
+                raise ParameterError("gaps", f"token id {token} does not exist")
 
     def room(self, prompt_tokens: int, block_size: int) -> int:
         """The most tokens that can follow a prompt."""

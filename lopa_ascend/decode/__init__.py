@@ -19,7 +19,7 @@ from lopa_ascend.decode.lopa import Lopa, LopaFastDllm, LopaFastDllmV2, LopaPara
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
-from lopa_ascend.types import DREAM, ModelProperties
+from lopa_ascend.types import DREAM, GappedText, ModelProperties
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "lopa": Lopa,
@@ -48,7 +48,7 @@ def begin(
     num_committed: int = 0,
     properties: ModelProperties = DREAM,
     constraint: Constraint | None = None,
-    canvas: Sequence[int] = (),
+    gapped: GappedText | None = None,
 ) -> Strategy:
     """The strategy that ``params`` names, at the start of a sequence; for the arguments see ``Strategy``, for the
     last one ``Canvas``."""
@@ -60,9 +60,9 @@ def begin(
     else:
         strategy = LOPA_OVER[params.base]
     assert strategy is not None, "DecodingParams checks the name"
-    if canvas:
-        assert issubclass(strategy, Canvas), "Limits.check_canvas refuses the others"
-        return strategy(prompt, params, mask, eos, num_committed, properties, constraint, canvas=canvas)
+    if gapped is not None:
+        assert issubclass(strategy, Canvas), "Limits.check_gaps refuses the others"
+        return strategy(prompt, params, mask, eos, num_committed, properties, constraint, gapped)
     return strategy(prompt, params, mask, eos, num_committed, properties, constraint)
 
 

@@ -6,6 +6,7 @@ others see. So these strategies commit nothing: a pass computes prompt and canva
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,21 +16,35 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import most_confident
 from lopa_ascend.decode.blocks import Block, Branch, threshold_count
 from lopa_ascend.decode.constraint import Constraint
+from lopa_ascend.decode.lengths import GapLengths
 from lopa_ascend.decode.strategy import Strategy
-from lopa_ascend.types import DREAM, Fill, ModelProperties, RowPlan, SequencePlan
+from lopa_ascend.types import (
+    DREAM,
+    BranchRecord,
+    Fill,
+    GappedText,
+    ModelProperties,
+    RowPlan,
+    RowResult,
+    SequencePlan,
+    StepRecord,
+)
+
+SMALLEST = 1e-30
+"""A lower probability counts as this one where logarithms are averaged."""
 
 
 class Canvas(Strategy):
     """One sequence whose canvas is whole from the beginning, in blocks of masks.
 
-    With a ``canvas`` it is a text with gaps: runs of masks among given tokens. A gap has blocks of its own, and what is
-    given is a block without masks. A token that ends the answer ends its gap, and is repeated to the gap's end.
+    It may be a text with gaps. A gap has blocks of its own, and what is given is a block without masks. A token that
+    ends the answer ends its gap, and is repeated to the gap's end.
 
     Attributes:
         gaps: the places of the runs of masks among the generated positions.
 
     Args:
-        canvas: token ids, with the mask in gaps; empty: masks alone.
+        gapped: the canvas; None: masks alone.
     """
 
     def __init__(
@@ -41,34 +56,46 @@ class Canvas(Strategy):
         num_committed: int = 0,
         properties: ModelProperties = DREAM,
         constraint: Constraint | None = None,
-        *,
-        canvas: Sequence[int] = (),
+        gapped: GappedText | None = None,
     ) -> None:
         assert not num_committed, "the keys and values of the prompt depend on the canvas"
         super().__init__(prompt, params, mask, eos, num_committed, properties, constraint)
-        self._has_gaps = bool(canvas)
+        self._has_gaps = gapped is not None
         self._ends_early = params.finish_at_eos and constraint is None
         self._ends_early &= self._has_gaps or (params.max_active_blocks or 1) > 1
-        self.branches = (self._lay_out(canvas or [mask] * params.max_new_tokens),)
+        self._lengths: GapLengths | None = None
+        """Set while the lengths of gaps are not known."""
+        self._prompt_alone = self.anchor
+        tokens: Sequence[int] = [mask] * params.max_new_tokens
+        if gapped is not None:
+            tokens = gapped.tokens
+            if gapped.flexible:
+                self._lengths = GapLengths(_runs(tokens, mask), gapped.flexible, mask)
+                tokens = self._lengths.canvas
+        self._lay_out(tokens)
 
-    def _lay_out(self, canvas: Sequence[int]) -> Branch:
-        """The canvas in blocks; sets ``gaps``."""
-        branch, gaps = self.anchor, list[range]()
-        for is_gap, run in groupby(canvas, lambda token: token == self.mask):
-            tokens, place = tuple(run), len(branch.tokens)
-            if not is_gap:
+    def _lay_out(self, canvas: Sequence[int]) -> None:
+        """Makes the canvas, in blocks, the anchor."""
+        branch, gaps = self._prompt_alone, list[range]()
+        for tokens in _runs(canvas, self.mask):
+            place = len(branch.tokens)
+            if tokens[0] != self.mask:
                 branch = branch.open_given(tokens)
                 continue
             gaps.append(range(place, place + len(tokens)))
             for start in range(0, len(tokens), self.params.block_size):
                 branch = branch.open_block(min(self.params.block_size, len(tokens) - start), self.mask)
-        self.gaps = tuple(gaps)
-        return branch
+        self.gaps, self.branches = tuple(gaps), (branch,)
 
     @property
     def gap_length(self) -> int:
         """Positions of all gaps."""
         return sum(map(len, self.gaps))
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the next pass scores a length of a gap, and fills nothing."""
+        return self._lengths is not None
 
     @property
     def in_prefill(self) -> bool:
@@ -82,7 +109,11 @@ class Canvas(Strategy):
         is_final = self.known_winner is not None or (self.params.finish_at_eos and self.visible_is_final())
         if is_final or not self.anchor.masks:
             return None
-        rows = tuple(self._row(branch) for branch in self.branches)
+        if self._lengths is None:
+            rows = tuple(self._row(branch) for branch in self.branches)
+        else:
+            masked = [self.anchor.first + place for place in self._lengths.places]
+            rows = (self._whole_row(self.anchor, masked),)
         return SequencePlan(
             start=rows[-1].start,
             num_new=0,
@@ -91,6 +122,34 @@ class Canvas(Strategy):
             winner_commits=False,
             prefix_length=rows[-1].start,
         )
+
+    def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
+        if self._lengths is None:
+            return super().absorb(plan, results, model_tokens, head_rows)
+        (row,), (result,) = plan.rows, results
+        mean = sum(math.log(max(prob, SMALLEST)) for prob in result.max_probs) / len(result.max_probs)
+        self._lengths.take(mean)
+        self._lay_out(self._lengths.canvas)
+        given = list[Fill]()
+        if self._lengths.is_done:
+            self._lengths, answer = None, self.anchor
+            tokens = enumerate(answer.tokens, answer.first)
+            given = [Fill(position, token, 1.0, 1.0) for position, token in tokens if token != self.mask]
+        record = StepRecord(
+            index=self.num_forwards,
+            span=(row.start, row.end),
+            cache_length=0,
+            committed=0,
+            branches=(BranchRecord((), self._prompt_alone.end, len(row.masked), mean),),
+            winner=0,
+            fills=(),
+            fallbacks=0,
+            model_tokens=model_tokens,
+            head_rows=head_rows,
+            forced=tuple(given),
+        )
+        self.num_forwards += 1
+        return record
 
     @abstractmethod
     def _row(self, branch: Branch) -> RowPlan:
@@ -241,6 +300,11 @@ class Parallel(Canvas):
             )
             branch = replace(branch, blocks=tuple(blocks))
         return super().settle(branch)
+
+
+def _runs(tokens: Sequence[int], mask: int) -> list[tuple[int, ...]]:
+    """The runs of masks, and of other tokens."""
+    return [tuple(run) for _, run in groupby(tokens, lambda token: token == mask)]
 
 
 def first_masked(branch: Branch) -> Block:

@@ -69,7 +69,6 @@ class DiffusionStart(BaseModel):
     first_block: int = Field(
         description="Where the first block begins: 0, or before it if blocks lie on a grid from the prompt's beginning."
     )
-    given: list[FilledPosition] = Field(description="Tokens of the suffix, which no pass fills.")
     decoding: dict[str, Any] = Field(description="The decoding parameters in effect, but for the less usual.")
 
 
@@ -123,10 +122,8 @@ class StepWriter(CompletionWriter):
     def watch(self, planner: Planner, is_file: bool) -> StepWriter:
         """Must come before anything is written. ``is_file``: the stream is a trace file."""
         (choice,) = self.choices
-        limits, tokenizer = planner.limits, planner.prompts.tokenizer
-        arguments = choice.prompt_token_ids, choice.params, limits.properties, tokenizer
-        self._passes = PassEvents(self.head, *arguments, choice.canvas, limits.mask_token_id)
-        self._is_file, self._began = is_file, time.monotonic()
+        arguments = choice.prompt_token_ids, choice.params, planner.limits.properties, planner.prompts.tokenizer
+        self._passes, self._is_file, self._began = PassEvents(self.head, *arguments), is_file, time.monotonic()
         if is_file:
             self.media_type, self.comment, self.end = LINES, b"\n", b""
         return self

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lopa_ascend.config import ParameterError
+from lopa_ascend.types import GappedText
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +66,21 @@ def pieces_of(
     return prompt, rest
 
 
-def canvas_of(pieces: Sequence[Piece], longest: int, mask: int) -> tuple[int, ...]:
-    """The canvas that follows a prompt; see ``Generate``.
+def gapped_text(pieces: Sequence[Piece], longest: int, mask: int) -> GappedText:
+    """What follows the prompt.
 
     Args:
         longest: tokens of a gap that names no size.
     """
-    canvas = list[int]()
+    tokens, flexible, num_gaps = list[int](), list[int](), 0
     for piece in pieces:
-        canvas += [mask] * piece.size(longest) if isinstance(piece, Gap) else piece
-    return tuple(canvas)
+        if isinstance(piece, list):
+            tokens += piece
+            continue
+        tokens += [mask] * piece.size(longest)
+        flexible += [num_gaps] if piece.tokens is None else []
+        num_gaps += 1
+    return GappedText(tuple(tokens), tuple(flexible))
 
 
 def whole_text(parts: Sequence[str | Sequence[int] | Gap], texts: Sequence[str | None]) -> str | None:

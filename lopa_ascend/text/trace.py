@@ -32,8 +32,6 @@ class PassEvents:
         params: how the request is decoded.
         properties: the model's.
         tokenizer: None: tokens have no text.
-        canvas: see ``Generate``.
-        mask: token id of the mask in ``canvas``.
     """
 
     def __init__(
@@ -43,10 +41,7 @@ class PassEvents:
         params: DecodingParams,
         properties: ModelProperties,
         tokenizer: Tokenizer | None,
-        canvas: Sequence[int] = (),
-        mask: int = -1,
     ):
-        self._given = [(place, token) for place, token in enumerate(canvas) if token != mask]
         self._head, self._prompt, self._params = dict(head), prompt, params
         self._first_block = properties.origin(len(prompt), params.block_size) - len(prompt)
         self._tokenizer = tokenizer
@@ -68,7 +63,6 @@ class PassEvents:
             "max_new_tokens": self._params.max_new_tokens,
             "block_size": self._params.block_size,
             "first_block": self._first_block,
-            "given": [self._filled(place, token, 1.0) for place, token in self._given],
             "decoding": {name: getattr(self._params, name) for name in NAMED},
         }
 

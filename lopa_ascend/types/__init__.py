@@ -1,6 +1,15 @@
 """The nouns that every room shares: plain data, without torch and without imports of ours."""
 
-from lopa_ascend.types.decode import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord, winner_rank
+from lopa_ascend.types.decode import (
+    BranchRecord,
+    Fill,
+    GappedText,
+    RowPlan,
+    RowResult,
+    SequencePlan,
+    StepRecord,
+    winner_rank,
+)
 from lopa_ascend.types.grammar import Grammar, GrammarError
 from lopa_ascend.types.model import DREAM, ModelProperties
 from lopa_ascend.types.output import Alternatives, GenerationOutput, Progress, Update
@@ -13,6 +22,7 @@ __all__ = [
     "BranchRecord",
     "EngineStats",
     "Fill",
+    "GappedText",
     "GenerationOutput",
     "Grammar",
     "GrammarError",

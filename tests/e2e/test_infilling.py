@@ -66,6 +66,17 @@ def test_a_gap_alone_is_an_ordinary_canvas(llm: LLM) -> None:
         assert (filled.max_probs, filled.finish_reason) == (plain.max_probs, plain.finish_reason)
 
 
+def test_a_found_length_changes_nothing_else(llm: LLM) -> None:
+    for fields in DECODINGS:
+        params = DecodingParams(block_size=4, ignore_eos=True, seed=1, **fields)
+        found = llm.infill(["the", Gap(max_tokens=9), "hello", Gap(max_tokens=5), "and"], params)
+        lengths = [len(gap.token_ids) for gap in found.gaps]
+        assert all(1 <= length <= most for length, most in zip(lengths, (9, 5), strict=True))
+        fixed = llm.infill(["the", Gap(lengths[0]), "hello", Gap(lengths[1]), "and"], params)
+        assert (found.text, found.token_ids, found.max_probs) == (fixed.text, fixed.token_ids, fixed.max_probs)
+        assert found.num_forwards > fixed.num_forwards
+
+
 def test_an_end_ends_its_gap_alone(llm: LLM) -> None:
     (eos, *_) = llm.config.eos_token_ids
     for fields in DECODINGS:
@@ -128,11 +139,13 @@ def test_a_suffix_follows_the_answer(server: ServerProcess, models: dict[str, Pa
     ).json()
     for seed, choice in enumerate(answer["choices"], 4):
         params = llm.params(block_size=4, decoding="parallel", ignore_eos=True, temperature=1.0, seed=seed)
-        expected = llm.infill(["the ", Gap(tokens=9), " and"], params)
+        expected = llm.infill(["the ", Gap(max_tokens=9), " and"], params)
         assert (choice["text"], choice["finish_reason"]) == (expected.gaps[0].text, "length")
-        assert (len(choice["logprobs"]["tokens"]), choice["seed"]) == (9, seed)
+        assert (len(choice["logprobs"]["tokens"]), choice["seed"]) == (len(expected.token_ids), seed)
     assert answer["usage"]["prompt_tokens"] == sum(len(llm.tokenize(text)) for text in ("the ", " and"))
-    assert answer["usage"]["completion_tokens"] == 18
+    assert answer["usage"]["completion_tokens"] == sum(
+        len(choice["logprobs"]["tokens"]) for choice in answer["choices"]
+    )
     whole = server.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     chunks = events(server.http.post("/v1/completions", json={**body, "stream": True}).text)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
@@ -142,12 +155,12 @@ def test_a_suffix_follows_the_answer(server: ServerProcess, models: dict[str, Pa
 
 def test_the_events_of_a_suffix_fill_the_gap(server: ServerProcess) -> None:
     body = {"prompt": "the ", "suffix": " and", "max_tokens": 9, "ignore_eos": True}
-    start, *steps, done = events(server.http.post("/v1/diffusion/completions", json=body).text)
-    positions = [fill["position"] for step in steps for fill in step["fills"]]
-    given = [fill["position"] for fill in start["given"]]
-    assert sorted(positions + given) == list(range(start["max_new_tokens"]))
-    assert given == list(range(9, start["max_new_tokens"]))
-    assert len(done["token_ids"]) == 9
+    _, *steps, done = events(server.http.post("/v1/diffusion/completions", json=body).text)
+    length = len(done["token_ids"])
+    canvas = {fill["position"]: fill["token_id"] for step in steps for fill in step["fills"]}
+    assert sorted(canvas) == list(range(steps[-1]["canvas_length"]))
+    assert [canvas[position] for position in range(length)] == done["token_ids"]
+    assert max(step["canvas_length"] for step in steps) == steps[-1]["canvas_length"] > length
     assert done["text"] == server.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
 
 

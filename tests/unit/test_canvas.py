@@ -12,10 +12,11 @@ import pytest
 from lopa_ascend.config import DECODINGS, DecodingParams
 from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.decode import STRATEGIES, begin
+from lopa_ascend.decode.lengths import LengthSearch
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.parallel.placement import Placement
-from lopa_ascend.types import DREAM, RowResult, SequencePlan, StepRecord
+from lopa_ascend.types import DREAM, GappedText, RowResult, SequencePlan, StepRecord
 
 MASK = 99
 EOS = 7
@@ -252,11 +253,11 @@ def test_a_whole_canvas_ends_when_its_visible_text_is_final() -> None:
 # ---- texts with gaps -------------------------------------------------------------------------------------------------
 
 
-def start_with_gaps(canvas: list[int], **values: Any) -> Strategy:
+def start_with_gaps(canvas: list[int], flexible: tuple[int, ...] = (), **values: Any) -> Strategy:
     """A prompt of 3 tokens, and a canvas in which 0 is a mask."""
     canvas = [token or MASK for token in canvas]
     fields: dict[str, Any] = {"decoding": "parallel", "block_size": 4, "max_new_tokens": len(canvas), **values}
-    return begin([1] * 3, DecodingParams(**fields), MASK, frozenset([EOS]), canvas=canvas)
+    return begin([1] * 3, DecodingParams(**fields), MASK, frozenset([EOS]), gapped=GappedText(tuple(canvas), flexible))
 
 
 def test_given_tokens_are_filled_and_gaps_have_blocks_of_their_own() -> None:
@@ -292,3 +293,37 @@ def test_dreams_decoding_makes_as_many_steps_as_there_are_masks() -> None:
     strategy = start_with_gaps([0, 0, 8, 8, 8, 0], decoding="vanilla", alg="maskgit_plus", block_size=32, seed=1)
     assert [len(one_pass(strategy)[1].fills) for _ in range(2)] == [1, 2]
     assert strategy.plan() is None
+
+
+def test_a_length_is_found_between_powers_of_two() -> None:
+    for longest, best in ((1, 1), (2, 2), (9, 9), (32, 23), (100, 65), (7, 1)):
+        search, tried = LengthSearch(longest), list[int]()
+        while (length := search.candidate) is not None:
+            tried.append(length)
+            search.take(-abs(length - best))
+        assert search.best == best
+        assert len(tried) == len(set(tried)) <= 3 * longest.bit_length()
+        assert max(tried) == longest
+
+
+def test_the_first_passes_find_lengths_and_fill_nothing() -> None:
+    """Where a gap of two is surer with what is behind it than without, it becomes two."""
+    for fields in ({}, {"decoding": "vanilla", "seed": 1}, {"decoding": "fast_dllm"}):
+        strategy = start_with_gaps([0, 0, 0, 0, 8, 9, 0, 0, 0], flexible=(0,), **fields)
+        tried = []
+        while True:
+            plan = strategy.plan()
+            assert plan is not None
+            row = plan.rows[0]
+            if not strategy.is_measuring:  # type: ignore[attr-defined]
+                break
+            num_masks, sees_behind = len(row.masked), row.tokens[-1] != 8 and 8 in row.tokens
+            tried.append((num_masks, sees_behind))
+            assert row.masked == tuple(range(3, 3 + num_masks))
+            prob = 0.5 if num_masks == 2 and sees_behind else 0.1
+            record = strategy.absorb(plan, [RowResult((5,) * num_masks, *[(prob,) * num_masks] * 2)], 0, 0)
+            assert (record.fills, strategy.final_tokens()) == ((), [])
+        assert tried == [(length, sees) for length in (1, 2, 4, 3) for sees in (True, False)]
+        assert strategy.anchor.tokens == (MASK, MASK, 8, 9, MASK, MASK, MASK)
+        assert [fill.position for fill in record.forced] == [5, 6]
+        assert (record.index, strategy.num_forwards) == (7, 8)

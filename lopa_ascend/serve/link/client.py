@@ -244,7 +244,7 @@ class EngineClient:
         choice = unfinished.generation.choices[unfinished.index]
         params = choice.params.with_valid(stop=())  # the engine knows no text
         trace = unfinished.generation.trace
-        asked = choice.continuations, choice.canvas
+        asked = choice.continuations, choice.gapped
         self._engine.send(Generate(choice_id, choice.prompt_token_ids, params, trace, *asked))
 
     def release(self, generation: Generation) -> None:

@@ -27,8 +27,9 @@ from lopa_ascend.serve.openai.decoding_fields import with_decoding_parameters
 from lopa_ascend.serve.openai.fields import HARMLESS, INSTEAD, REQUEST, STREAM_OPTIONS, ignoring
 from lopa_ascend.serve.openai.structured import Form, asked_form, calling_form, placed
 from lopa_ascend.serve.openai.tools import Tools
-from lopa_ascend.text.gaps import Gap, Piece, canvas_of
+from lopa_ascend.text.gaps import Gap, Piece, gapped_text
 from lopa_ascend.text.prompt import Prompts
+from lopa_ascend.types import GappedText
 
 MAX_MESSAGES = 2**14
 """Most messages of a conversation."""
@@ -207,7 +208,7 @@ class Planner:
             asked["top_logprobs"], sent_as["top_logprobs"] = top_logprobs, "logprobs"
         if form is not None:
             asked["structured_outputs"], sent_as["structured_outputs"] = form.parameter, form.field
-        choices, fitting = [], dict[int, tuple[DecodingParams, tuple[int, ...]]]()
+        choices, fitting = [], dict[int, tuple[DecodingParams, GappedText | None]]()
         given = [len(piece) for piece in rest if isinstance(piece, list)]
         counts = {"num_given": sum(given), "num_gaps": len(rest) - len(given)}
         try:
@@ -215,9 +216,9 @@ class Planner:
             for prompt in prompts:
                 if len(prompt) not in fitting:
                     fitting[len(prompt)] = self._fit(asked, len(prompt), rest, rest_field)
-                params, canvas = fitting[len(prompt)]
+                params, gapped = fitting[len(prompt)]
                 choices += [
-                    AskedChoice(prompt, _with_own_seed(params, index), canvas=canvas, **counts)
+                    AskedChoice(prompt, _with_own_seed(params, index), gapped=gapped, **counts)
                     for index in range(request.n or 1)
                 ]
             if with_logprobs:
@@ -232,26 +233,26 @@ class Planner:
 
     def _fit(
         self, asked: Mapping[str, Any], prompt_tokens: int, rest: Sequence[Piece], rest_field: str
-    ) -> tuple[DecodingParams, tuple[int, ...]]:
-        """The parameters for prompts of one length, and the canvas that follows them; see ``Generate``."""
+    ) -> tuple[DecodingParams, GappedText | None]:
+        """The parameters for prompts of one length, and the text with gaps that follows them."""
         num_open = sum(isinstance(piece, Gap) and not piece.size(0) for piece in rest)
         num_known = sum(piece.size(0) if isinstance(piece, Gap) else len(piece) for piece in rest)
         params = self.prompts.for_engine(self._params(asked, prompt_tokens + num_known, max(1, num_open)))
         if not rest:
             self.limits.check(prompt_tokens, params)
-            return params, ()
+            return params, None
         total = prompt_tokens + num_known + num_open * params.max_new_tokens
         if total > (longest := self.limits.max_model_len):
             message = f"has {total} tokens with its gaps and the text before it; {context_length(longest)}"
             raise ContextLengthError(rest_field, message)
-        canvas = canvas_of(rest, params.max_new_tokens, self.limits.mask_token_id)
-        params = params.with_valid(max_new_tokens=len(canvas))
+        gapped = gapped_text(rest, params.max_new_tokens, self.limits.mask_token_id)
+        params = params.with_valid(max_new_tokens=len(gapped.tokens))
         try:
-            self.limits.check_canvas(params, canvas)
+            self.limits.check_gaps(params, gapped)
             self.limits.check(prompt_tokens, params)
         except ParameterError as error:
-            raise _renamed(error, dict.fromkeys(("canvas", "max_new_tokens"), rest_field)) from None
-        return params, canvas
+            raise _renamed(error, dict.fromkeys(("gaps", "max_new_tokens"), rest_field)) from None
+        return params, gapped
 
     def scored(self, prompt: list[int], texts: Sequence[str], field: str) -> AskedChoice:
         """What asks how probable texts, which came in the field ``field``, are after a prompt.
