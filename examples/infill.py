@@ -1,8 +1,8 @@
 """Fills gaps: the body of a function between its head and its tests, and a form letter: python examples/infill.py MODEL
 
-MODEL is a directory of a model that attends to all positions. Dream-Coder's and LLaDA's base models fill code well,
-Dream-v0-Base-7B letters. Models that were tuned to chat, and the bundled model, which knows word problems alone, fill
-gaps poorly.
+MODEL is the directory of a model that attends to all positions. Take a base model: Dream-Coder-v0-Base-7B for code,
+Dream-v0-Base-7B or LLaDA-8B-Base for letters. Models that were tuned to chat saw masks in answers alone, and the
+bundled model knows word problems alone.
 """
 
 from __future__ import annotations

@@ -91,5 +91,5 @@ def whole_text(parts: Sequence[str | Sequence[int] | Gap], texts: Sequence[str |
     """
     filled = iter(texts)
     pieces = [next(filled) if isinstance(part, Gap) else part for part in parts]
-    texts = [piece for piece in pieces if isinstance(piece, str)]
-    return "".join(texts) if len(texts) == len(pieces) else None
+    known = [piece for piece in pieces if isinstance(piece, str)]
+    return "".join(known) if len(known) == len(pieces) else None

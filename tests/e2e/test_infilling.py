@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from lopa_ascend import LLM, DecodingParams, Gap, ParameterError
-from tests.e2e.conftest import ServerProcess, running
+from tests.e2e.conftest import ROOT, ServerProcess, running
 from tests.e2e.serving import events, refused
 from tests.tiny import VOCAB_SIZE, write_dream, write_llada, write_tokenizer
 
@@ -27,7 +29,7 @@ PARTS = ["caf\u00e9 the", Gap(tokens=9), " and \U0001f642 the\r\n", Gap(tokens=3
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     path = tmp_path_factory.mktemp("models")
-    shape: dict[str, Any] = {"seed": 3, "bias": False, "eos_token_id": VOCAB_SIZE - 4, "max_position_embeddings": 256}
+    shape: dict[str, Any] = {"seed": 3, "bias": False, "eos_token_id": VOCAB_SIZE - 4, "max_position_embeddings": 512}
     dream = write_dream(path / "dream", **shape)
     llada = write_llada(path / "llada", dream)
     for model in (dream, llada):
@@ -104,7 +106,7 @@ def test_what_no_model_could_fill_is_refused(llm: LLM) -> None:
         (["a"], params, "no gap"),
         (["a", Gap(), Gap()], params, "parts[2]"),
         (["a", Gap(), ""], params, "parts[2]"),
-        (["a", Gap(tokens=300)], params, "256"),
+        (["a", Gap(tokens=600)], params, "512"),
         (["a", Gap(tokens=3), "b"], DecodingParams(), 'use decoding "parallel"'),
         (["a", Gap(tokens=3), "b"], DecodingParams(decoding="parallel", structured_outputs={"json": {}}), "structured"),
         (["a", Gap(), "b", Gap()], DecodingParams(decoding="parallel", max_new_tokens=9, min_new_tokens=1), "min_new"),
@@ -117,6 +119,15 @@ def test_what_no_model_could_fill_is_refused(llm: LLM) -> None:
     for sizes in ({"tokens": 0}, {"max_tokens": True}, {"tokens": 1, "max_tokens": 1}):
         with pytest.raises(ParameterError):
             Gap(**sizes)
+
+
+def test_the_example_runs(models: dict[str, Path]) -> None:
+    command = [sys.executable, "examples/infill.py", str(models["dream"])]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("def median(")
+    assert "assert median([3, 1, 2]) == 2\n" in shown
+    assert "Dear Ms. Okafor" in shown
+    assert shown.endswith("\nCustomer service\n\n")
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------
@@ -192,8 +203,8 @@ def test_refusals_name_the_field(server: ServerProcess) -> None:
     mistakes: list[tuple[str, dict[str, Any], str]] = [
         ("/v1/completions", {"prompt": "a", "suffix": "b", **d2f}, "suffix"),
         ("/v1/completions", {"prompt": "a", "suffix": "b", "decoding": "lopa"}, "suffix"),
-        ("/v1/completions", {"prompt": "a", "suffix": "b" * 300}, "suffix"),
-        ("/v1/completions", {"prompt": "a", "suffix": "b", "max_tokens": 300}, "suffix"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b" * 600}, "suffix"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b", "max_tokens": 600}, "suffix"),
         ("/v1/completions", {"prompt": "a", "suffix": "b", "max_tokens": 0}, "max_tokens"),
         ("/v1/completions", {"prompt": "a", "suffix": "<|mask|>"}, "suffix"),
         ("/v1/completions", {"prompt": "a", "suffix": "b", "echo": True}, "echo"),
@@ -205,7 +216,7 @@ def test_refusals_name_the_field(server: ServerProcess) -> None:
         ("/v1/infill", {"parts": ["a", gap, ""]}, "parts[2]"),
         ("/v1/infill", {"parts": ["a", {"tokens": 0}]}, "parts[1].tokens"),
         ("/v1/infill", {"parts": ["a", {"tokens": 1, "max_tokens": 2}]}, "parts[1].max_tokens"),
-        ("/v1/infill", {"parts": ["a", {"tokens": 300}]}, "parts"),
+        ("/v1/infill", {"parts": ["a", {"tokens": 600}]}, "parts"),
         ("/v1/infill", {"parts": ["a", gap], **d2f}, "parts"),
         ("/v1/infill", {"parts": ["a", gap], "prompt": "x"}, "prompt"),
         ("/v1/infill", {}, "parts"),

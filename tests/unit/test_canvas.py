@@ -295,15 +295,23 @@ def test_dreams_decoding_makes_as_many_steps_as_there_are_masks() -> None:
     assert strategy.plan() is None
 
 
-def test_a_length_is_found_between_powers_of_two() -> None:
-    for longest, best in ((1, 1), (2, 2), (9, 9), (32, 23), (100, 65), (7, 1)):
-        search, tried = LengthSearch(longest), list[int]()
+def test_a_length_is_found_by_what_is_behind_the_gap() -> None:
+    """Means that fall with the length, but for a peak where what is behind the gap fits."""
+    for longest, fits in ((1, 1), (2, 2), (9, 9), (32, 23), (100, 65), (256, 201), (7, 1)):
+        search, tried = LengthSearch(longest), list[tuple[int, bool]]()
         while (length := search.candidate) is not None:
-            tried.append(length)
-            search.take(-abs(length - best))
-        assert search.best == best
-        assert len(tried) == len(set(tried)) <= 3 * longest.bit_length()
-        assert max(tried) == longest
+            tried.append((length, search.sees_behind))
+            search.take(-math.log(length) - (abs(length - fits) / longest if search.sees_behind else 0.0))
+        assert search.best == fits
+        assert len(tried) == len(set(tried)) <= longest + longest.bit_length() + 1
+        assert [sees for _, sees in tried] == sorted(sees for _, sees in tried)
+        assert max(tried)[0] == longest
+    search = LengthSearch(256)
+    num_tried = 0
+    while search.candidate is not None:
+        search.take(-1.0)
+        num_tried += 1
+    assert num_tried < 90
 
 
 def test_the_first_passes_find_lengths_and_fill_nothing() -> None:
@@ -323,7 +331,7 @@ def test_the_first_passes_find_lengths_and_fill_nothing() -> None:
             prob = 0.5 if num_masks == 2 and sees_behind else 0.1
             record = strategy.absorb(plan, [RowResult((5,) * num_masks, *[(prob,) * num_masks] * 2)], 0, 0)
             assert (record.fills, strategy.final_tokens()) == ((), [])
-        assert tried == [(length, sees) for length in (1, 2, 4, 3) for sees in (True, False)]
+        assert tried == [(1, False), (2, False), (4, False), (1, True), (2, True), (3, True), (4, True)]
         assert strategy.anchor.tokens == (MASK, MASK, 8, 9, MASK, MASK, MASK)
         assert [fill.position for fill in record.forced] == [5, 6]
-        assert (record.index, strategy.num_forwards) == (7, 8)
+        assert (record.index, strategy.num_forwards) == (6, 7)
