@@ -8,7 +8,7 @@ from itertools import chain, groupby
 
 from lopa_ascend.config.combinations import COMMITTING, filled_by, listed
 from lopa_ascend.config.decoding import DecodingParams, banned_ids
-from lopa_ascend.config.decodings import known_decodings
+from lopa_ascend.config.decodings import find_decoding, known_decodings
 from lopa_ascend.config.engine import check_window_attention
 from lopa_ascend.config.parameters import BASES
 from lopa_ascend.config.settings import ContextLengthError, ParameterError, context_length
@@ -43,6 +43,12 @@ def _decodes(properties: ModelProperties, filler: str) -> bool:
     if not properties.is_block_causal:
         return filler != "fast_dllm_v2"
     return filler == "d2f" or (filler == "fast_dllm_v2" and properties.logit_shift == 1)
+
+
+def _fills_gaps(decoding: str) -> bool:
+    """Whether a decoding, if it is not built in, fills texts with gaps."""
+    strategy = find_decoding(decoding)
+    return strategy is None or strategy.fills_gaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +152,14 @@ class Limits:
         if self.properties.is_block_causal:
             message = "needs a model that attends to all positions, such as Dream or LLaDA; this one is block-causal"
             raise ParameterError("gaps", message)
-        if params.is_pipelined:
-            choices = [name for name in known_decodings() if filled_by(name, "d2f") not in COMMITTING]
+        if params.is_pipelined or not _fills_gaps(params.decoding):
+            choices = [
+                name for name in known_decodings() if filled_by(name, "d2f") not in COMMITTING and _fills_gaps(name)
+            ]
             bases = [base for base in BASES if base not in COMMITTING]
             name = f'decoding "{params.decoding}"' + (f' over "{params.base}"' if params.decoding == "lopa" else "")
             message = (
-                f"does not go with {name}, which writes from left to right and sees nothing behind a gap; use "
+                f"does not go with {name}, which sees nothing behind a gap; use "
                 f'decoding {listed(tuple(choices))}, or decoding "lopa" with base {listed(tuple(bases))}'
             )
             raise ParameterError("gaps", message)

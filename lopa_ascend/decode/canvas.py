@@ -47,6 +47,8 @@ class Canvas(Strategy):
         gapped: the canvas; None: masks alone.
     """
 
+    fills_gaps = True
+
     def __init__(
         self,
         prompt: Sequence[int],

@@ -64,6 +64,8 @@ class Strategy(ABC):
     like: ClassVar[str]
     parameters: ClassVar[type[Any] | None] = None
     confidence: ClassVar[str | None] = None
+    fills_gaps: ClassVar[bool] = False
+    """Whether the decoding fills texts with gaps."""
     own: Any
 
     def __init__(

@@ -79,6 +79,16 @@ def test_a_found_length_changes_nothing_else(llm: LLM) -> None:
         assert found.num_forwards > fixed.num_forwards
 
 
+def test_neighbours_change_nothing(llm: LLM) -> None:
+    params = DecodingParams(decoding="parallel", block_size=4, max_new_tokens=24, ignore_eos=True)
+    (alone,), filled = llm.generate("the answer", params, quiet=True), llm.infill(PARTS, params)
+    stream = llm.stream("the answer", params)
+    next(stream)
+    assert llm.infill(PARTS, params).token_ids == filled.token_ids
+    *_, last = stream
+    assert (last.token_ids, last.max_probs) == (alone.token_ids, alone.max_probs)
+
+
 def test_an_end_ends_its_gap_alone(llm: LLM) -> None:
     (eos, *_) = llm.config.eos_token_ids
     for fields in DECODINGS:
@@ -218,6 +228,7 @@ def test_refusals_name_the_field(server: ServerProcess) -> None:
         ("/v1/infill", {"parts": ["a", {"tokens": 1, "max_tokens": 2}]}, "parts[1].max_tokens"),
         ("/v1/infill", {"parts": ["a", {"tokens": 600}]}, "parts"),
         ("/v1/infill", {"parts": ["a", gap], **d2f}, "parts"),
+        ("/v1/infill", {"parts": ["a", gap], "guided_regex": "x"}, "parts"),
         ("/v1/infill", {"parts": ["a", gap], "prompt": "x"}, "prompt"),
         ("/v1/infill", {}, "parts"),
     ]

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from lopa_ascend.config import DECODINGS, DecodingParams
+from lopa_ascend.config import DECODINGS, DecodingParams, Limits, ParameterError
 from lopa_ascend.config.families import FAMILIES
-from lopa_ascend.decode import STRATEGIES, begin
+from lopa_ascend.decode import STRATEGIES, begin, register_decoding
+from lopa_ascend.decode.canvas import Parallel
+from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.lengths import LengthSearch
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.decode.vanilla import Vanilla
@@ -335,3 +337,26 @@ def test_the_first_passes_find_lengths_and_fill_nothing() -> None:
         assert strategy.anchor.tokens == (MASK, MASK, 8, 9, MASK, MASK, MASK)
         assert [fill.position for fill in record.forced] == [5, 6]
         assert (record.index, strategy.num_forwards) == (6, 7)
+
+
+def test_only_a_whole_canvas_has_gaps() -> None:
+    limits = Limits(
+        vocab_size=100,
+        mask_token_id=MASK,
+        max_model_len=512,
+        num_pages=64,
+        max_num_seqs=1,
+        max_num_batched_tokens=512,
+        max_num_branches=0,
+    )
+    register_decoding("windows", type("Windows", (D2F,), {"like": "parallel"}))
+    register_decoding("canvases", type("Canvases", (Parallel,), {"like": "parallel"}))
+    text = GappedText((MASK, 5))
+    for decoding in ("parallel", "vanilla", "fast_dllm", "canvases"):
+        limits.check_gaps(DecodingParams(decoding=decoding, max_new_tokens=2), text)
+    for decoding in ("d2f", "lopa", "windows"):
+        with pytest.raises(ParameterError, match=f'^gaps: .*"{decoding}".* use decoding .*"parallel"'):
+            limits.check_gaps(DecodingParams(decoding=decoding, max_new_tokens=2), text)
+    for properties in (FAMILIES["sdar"].properties, FAMILIES["Fast_dLLM_Qwen"].properties):
+        with pytest.raises(ParameterError, match="block-causal"):
+            replace(limits, properties=properties).check_gaps(DecodingParams(max_new_tokens=2), text)

@@ -16,6 +16,8 @@ from lopa_ascend.serve.openai.answer import AnyChoice, AnyCompletion, Completion
 from lopa_ascend.serve.openai.completions import CompletionForm, CompletionLogprobs
 from lopa_ascend.serve.openai.logprobs import TokenProbs
 from lopa_ascend.serve.openai.request import LOGPROB, GenerationRequest, Planner
+from lopa_ascend.serve.openai.structured import asked_form
+from lopa_ascend.serve.openai.tools import NO_TOOLS
 from lopa_ascend.text.gaps import Gap, pieces_of, whole_text
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
@@ -56,7 +58,7 @@ class InfillRequest(GenerationRequest):
             self,
             [prompt],
             "parts[0]",
-            form=None,
+            form=asked_form(self, None, NO_TOOLS),
             top_logprobs=self.logprobs,
             with_logprobs=self.logprobs is not None,
             rest=rest,
