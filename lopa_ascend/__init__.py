@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lopa_ascend.llm import LLM, GenerationError
     from lopa_ascend.model.registry import register_model
     from lopa_ascend.parallel.collectives import RankError
+    from lopa_ascend.text.gaps import Gap
 
 # Libraries read these variables once, when torch is loaded or multiplies for the first time.
 # OMP_WAIT_POLICY: waiting OpenMP threads sleep. Beside other processes, spinning ones took up to thirty times as long.
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "DecodingParams",
+    "Gap",
     "GenerationError",
     "ParameterError",
     "RankError",
@@ -42,6 +44,7 @@ __all__ = [
 _MODULES = {
     "LLM": "lopa_ascend.llm",
     "DecodingParams": "lopa_ascend.config",
+    "Gap": "lopa_ascend.text.gaps",
     "GenerationError": "lopa_ascend.llm",
     "ParameterError": "lopa_ascend.config",
     "RankError": "lopa_ascend.parallel.collectives",

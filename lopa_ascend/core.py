@@ -12,7 +12,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, worst_case
-from lopa_ascend.types import DREAM, ModelProperties, PageCopy, Scoring, SequencePlan, StepRecord
+from lopa_ascend.types import DREAM, GappedText, ModelProperties, PageCopy, Scoring, SequencePlan, StepRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,8 @@ class Request:
     properties: ModelProperties = DREAM
     """The model's."""
     continuations: tuple[tuple[int, ...], ...] = ()
+    """See ``Generate``."""
+    gapped: GappedText | None = None
     """See ``Generate``."""
 
     @property

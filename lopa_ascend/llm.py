@@ -11,6 +11,7 @@ import uuid
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -28,7 +29,8 @@ from lopa_ascend.config import (
 from lopa_ascend.config.settings import refuse_unknown
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.ranks import start_engine
-from lopa_ascend.text.output import OutputStream
+from lopa_ascend.text.gaps import Gap, gapped_text, pieces_of, whole_text
+from lopa_ascend.text.output import GapsStream, OutputStream
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_template, load_tokenizer
 from lopa_ascend.text.trace import PassEvents
@@ -313,6 +315,54 @@ class LLM:
         if update.error is not None:
             raise GenerationError(update.error)
         return list(update.continuation_logprobs)
+
+    def infill(
+        self, parts: Sequence[str | Sequence[int] | Gap], params: DecodingParams | None = None
+    ) -> GenerationOutput:
+        """Fills the gaps of a text.
+
+        Args:
+            parts: texts, of which each is tokenized by itself, or lists of token ids, and between them ``Gap``; the
+                first is no gap.
+            params: how the gaps are filled, by a decoding of a whole canvas such as "parallel"; by default as the
+                model's directory recommends.
+
+        Returns:
+            The output, whose ``gaps`` have what is in each. ``text`` is the whole text, with what was given as it was;
+            None without a tokenizer, or if a part was given as token ids.
+
+        Raises:
+            ParameterError: a part cannot be used, the parts do not fit, or the decoding fills no gaps.
+            GenerationError: the model's logits are not finite, or there was no memory for a step.
+        """
+        prompt, pieces = pieces_of(parts, self._tokenize_part)
+        asked = params or self.params()
+        gapped = gapped_text(pieces, asked.max_new_tokens, self.config.mask_token_id)
+        params = self.prompts.for_engine(asked).with_valid(max_new_tokens=len(gapped.tokens))
+        stream = GapsStream(prompt, params, self.tokenizer, sum(isinstance(piece, Gap) for piece in pieces))
+        with self._lock, deferred_interrupts():
+            request_id = f"request-{next(self._ids)}"
+            try:
+                self.engine.add(request_id, prompt, params, gapped=gapped)
+            except ParameterError as error:
+                field = "parts" if error.param in ("gaps", "max_new_tokens", "prompt") else error.param
+                raise type(error)(field, str(error).removeprefix(f"{error.param}: ")) from None
+            unfinished = {0: (request_id, stream)}
+            self._updates[request_id] = deque()
+            outputs = dict[int, GenerationOutput]()
+            try:
+                while unfinished:
+                    outputs |= self._step_and_drain(unfinished)
+            finally:
+                for request_id, _ in unfinished.values():
+                    self._end(request_id)
+        return replace(outputs[0], text=whole_text(parts, [gap.text for gap in outputs[0].gaps]))
+
+    def _tokenize_part(self, part: str | Sequence[int], field: str) -> list[int]:
+        try:
+            return self.tokenize(part)
+        except ParameterError as error:
+            raise ParameterError(field, str(error).removeprefix(f"{error.param}: ")) from None
 
     def save_trace(self, path: str | Path, output: GenerationOutput, params: DecodingParams | None = None) -> None:
         """Writes the forward passes of an output to a file of JSON lines, which the server's page at / opens.

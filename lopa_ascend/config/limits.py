@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 
-from lopa_ascend.config.combinations import filled_by, listed
+from lopa_ascend.config.combinations import COMMITTING, filled_by, listed
 from lopa_ascend.config.decoding import DecodingParams, banned_ids
-from lopa_ascend.config.decodings import known_decodings
+from lopa_ascend.config.decodings import find_decoding, known_decodings
 from lopa_ascend.config.engine import check_window_attention
 from lopa_ascend.config.parameters import BASES
 from lopa_ascend.config.settings import ContextLengthError, ParameterError, context_length
 from lopa_ascend.kv.pages import slots_for, worst_case
-from lopa_ascend.types import DREAM, ModelProperties
+from lopa_ascend.types import DREAM, GappedText, ModelProperties
 
 
 def check_decoding(params: DecodingParams, properties: ModelProperties) -> None:
@@ -43,6 +43,12 @@ def _decodes(properties: ModelProperties, filler: str) -> bool:
     if not properties.is_block_causal:
         return filler != "fast_dllm_v2"
     return filler == "d2f" or (filler == "fast_dllm_v2" and properties.logit_shift == 1)
+
+
+def _fills_gaps(decoding: str) -> bool:
+    """Whether a decoding, if it is not built in, fills texts with gaps."""
+    strategy = find_decoding(decoding)
+    return strategy is None or strategy.fills_gaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,38 @@ class Limits:
         for token in chain.from_iterable(continuations):
             if not 0 <= token < self.vocab_size or token == self.mask_token_id:
                 raise ParameterError("continuations", f"token id {token} is the mask, or does not exist")
+
+    def check_gaps(self, params: DecodingParams, text: GappedText) -> None:
+        """Refuses a text with gaps that a decoding cannot fill; see ``Generate``. ``check`` looks at its length.
+
+        Raises:
+            ParameterError: ``param`` is "gaps".
+        """
+        if self.properties.is_block_causal:
+            message = "needs a model that attends to all positions, such as Dream or LLaDA; this one is block-causal"
+            raise ParameterError("gaps", message)
+        if params.is_pipelined or not _fills_gaps(params.decoding):
+            choices = [
+                name for name in known_decodings() if filled_by(name, "d2f") not in COMMITTING and _fills_gaps(name)
+            ]
+            bases = [base for base in BASES if base not in COMMITTING]
+            name = f'decoding "{params.decoding}"' + (f' over "{params.base}"' if params.decoding == "lopa" else "")
+            message = (
+                f"does not go with {name}, which sees nothing behind a gap; use "
+                f'decoding {listed(tuple(choices))}, or decoding "lopa" with base {listed(tuple(bases))}'
+            )
+            raise ParameterError("gaps", message)
+        if params.structured_outputs is not None:
+            raise ParameterError("gaps", "cannot be combined with structured_outputs, which describes a whole answer")
+        gaps = [is_gap for is_gap, _ in groupby(token == self.mask_token_id for token in text.tokens) if is_gap]
+        if not gaps or len(text.tokens) != params.max_new_tokens:
+            raise ParameterError("gaps", f"must have max_new_tokens {params.max_new_tokens} tokens, and a gap")
+        if params.min_new_tokens and len(gaps) > 1:
+            message = f"has {len(gaps)} gaps, and min_new_tokens goes with one"
+            raise ParameterError("gaps", message)
+        for token in text.tokens:
+            if not 0 <= token < self.vocab_size:
+                raise ParameterError("gaps", f"token id {token} does not exist")
 
     def room(self, prompt_tokens: int, block_size: int) -> int:
         """The most tokens that can follow a prompt."""

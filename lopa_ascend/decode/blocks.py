@@ -212,6 +212,16 @@ class Branch:
             blocks=(*self.blocks, Block(start, end, num_masks, checks_left=checks)),
         )
 
+    def open_given(self, tokens: Sequence[int]) -> Branch:
+        """With another block, which holds given tokens."""
+        end = self.end + len(tokens)
+        return replace(
+            self,
+            tokens=(*self.tokens, *tokens),
+            probs=(*self.probs, *[1.0] * len(tokens)),
+            blocks=(*self.blocks, Block(self.end, end, 0)),
+        )
+
     def activate(self, tau_act: float) -> Branch:
         """With every block fully activated whose predecessor is filled to ``tau_act``."""
         blocks = list(self.blocks)

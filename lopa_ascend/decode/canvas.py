@@ -6,20 +6,48 @@ others see. So these strategies commit nothing: a pass computes prompt and canva
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, groupby
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import most_confident
 from lopa_ascend.decode.blocks import Block, Branch, threshold_count
 from lopa_ascend.decode.constraint import Constraint
+from lopa_ascend.decode.lengths import GapLengths
 from lopa_ascend.decode.strategy import Strategy
-from lopa_ascend.types import DREAM, Fill, ModelProperties, RowPlan, SequencePlan
+from lopa_ascend.types import (
+    DREAM,
+    BranchRecord,
+    Fill,
+    GappedText,
+    ModelProperties,
+    RowPlan,
+    RowResult,
+    SequencePlan,
+    StepRecord,
+)
+
+SMALLEST = 1e-30
+"""A lower probability counts as this one where logarithms are averaged."""
 
 
 class Canvas(Strategy):
-    """One sequence whose canvas is whole from the beginning, in blocks of masks."""
+    """One sequence whose canvas is whole from the beginning, in blocks of masks.
+
+    It may be a text with gaps. A gap has blocks of its own, and what is given is a block without masks. A token that
+    ends the answer ends its gap, and is repeated to the gap's end.
+
+    Attributes:
+        gaps: the places of the runs of masks among the generated positions.
+
+    Args:
+        gapped: the canvas; None: masks alone.
+    """
+
+    fills_gaps = True
 
     def __init__(
         self,
@@ -30,13 +58,46 @@ class Canvas(Strategy):
         num_committed: int = 0,
         properties: ModelProperties = DREAM,
         constraint: Constraint | None = None,
+        gapped: GappedText | None = None,
     ) -> None:
         assert not num_committed, "the keys and values of the prompt depend on the canvas"
         super().__init__(prompt, params, mask, eos, num_committed, properties, constraint)
-        canvas = self.anchor
-        while canvas.end < self.limit:
-            canvas = canvas.open_block(min(params.block_size, self.limit - canvas.end), mask)
-        self.branches = (canvas,)
+        self._has_gaps = gapped is not None
+        self._ends_early = params.finish_at_eos and constraint is None
+        self._ends_early &= self._has_gaps or (params.max_active_blocks or 1) > 1
+        self._lengths: GapLengths | None = None
+        """Set while the lengths of gaps are not known."""
+        self._prompt_alone = self.anchor
+        tokens: Sequence[int] = [mask] * params.max_new_tokens
+        if gapped is not None:
+            tokens = gapped.tokens
+            if gapped.flexible:
+                self._lengths = GapLengths(_runs(tokens, mask), gapped.flexible, mask)
+                tokens = self._lengths.canvas
+        self._lay_out(tokens)
+
+    def _lay_out(self, canvas: Sequence[int]) -> None:
+        """Makes the canvas, in blocks, the anchor."""
+        branch, gaps = self._prompt_alone, list[range]()
+        for tokens in _runs(canvas, self.mask):
+            place = len(branch.tokens)
+            if tokens[0] != self.mask:
+                branch = branch.open_given(tokens)
+                continue
+            gaps.append(range(place, place + len(tokens)))
+            for start in range(0, len(tokens), self.params.block_size):
+                branch = branch.open_block(min(self.params.block_size, len(tokens) - start), self.mask)
+        self.gaps, self.branches = tuple(gaps), (branch,)
+
+    @property
+    def gap_length(self) -> int:
+        """Positions of all gaps."""
+        return sum(map(len, self.gaps))
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the next pass scores a length of a gap, and fills nothing."""
+        return self._lengths is not None
 
     @property
     def in_prefill(self) -> bool:
@@ -44,13 +105,17 @@ class Canvas(Strategy):
 
     @property
     def num_opened(self) -> int:
-        return sum(block.filled for block in self.answer.blocks[1:])
+        return self.gap_length - self.answer.masks
 
     def plan(self) -> SequencePlan | None:
         is_final = self.known_winner is not None or (self.params.finish_at_eos and self.visible_is_final())
         if is_final or not self.anchor.masks:
             return None
-        rows = tuple(self._row(branch) for branch in self.branches)
+        if self._lengths is None:
+            rows = tuple(self._row(branch) for branch in self.branches)
+        else:
+            masked = [self.anchor.first + place for place in self._lengths.places]
+            rows = (self._whole_row(self.anchor, masked),)
         return SequencePlan(
             start=rows[-1].start,
             num_new=0,
@@ -60,6 +125,34 @@ class Canvas(Strategy):
             prefix_length=rows[-1].start,
         )
 
+    def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
+        if self._lengths is None:
+            return super().absorb(plan, results, model_tokens, head_rows)
+        (row,), (result,) = plan.rows, results
+        mean = sum(math.log(max(prob, SMALLEST)) for prob in result.max_probs) / len(result.max_probs)
+        self._lengths.take(mean)
+        self._lay_out(self._lengths.canvas)
+        given = list[Fill]()
+        if self._lengths.is_done:
+            self._lengths, answer = None, self.anchor
+            tokens = enumerate(answer.tokens, answer.first)
+            given = [Fill(position, token, 1.0, 1.0) for position, token in tokens if token != self.mask]
+        record = StepRecord(
+            index=self.num_forwards,
+            span=(row.start, row.end),
+            cache_length=0,
+            committed=0,
+            branches=(BranchRecord((), self._prompt_alone.end, len(row.masked), mean),),
+            winner=0,
+            fills=(),
+            fallbacks=0,
+            model_tokens=model_tokens,
+            head_rows=head_rows,
+            forced=tuple(given),
+        )
+        self.num_forwards += 1
+        return record
+
     @abstractmethod
     def _row(self, branch: Branch) -> RowPlan:
         """What the next pass computes of a branch."""
@@ -67,6 +160,68 @@ class Canvas(Strategy):
     def _whole_row(self, branch: Branch, masked: Sequence[int]) -> RowPlan:
         """The row that computes prompt and canvas, and predicts the positions ``masked``."""
         return RowPlan(0, (*self.prompt, *branch.tokens), 0, (branch.end,), tuple(masked))
+
+    def settle(self, branch: Branch) -> Branch:
+        """Ends gaps behind a token that ends the answer."""
+        return self._ended(branch) if self._ends_early and branch.eos else branch
+
+    def _ended(self, branch: Branch) -> Branch:
+        """The branch, with each gap's first token that ends the answer everywhere behind it in the gap."""
+        tokens = list(branch.tokens)
+        for gap in self.gaps:
+            if (end := self._end_in(tokens, gap)) is not None:
+                tokens[end : gap.stop] = [tokens[end]] * (gap.stop - end)
+        prompt, *blocks = branch.blocks
+        places = (slice(block.start - branch.first, block.end - branch.first) for block in blocks)
+        masks = [tokens[place].count(self.mask) for place in places]
+        ended = (replace(block, masks=count) for block, count in zip(blocks, masks, strict=True))
+        return replace(branch, tokens=tuple(tokens), blocks=(prompt, *ended))
+
+    def _end_in(self, tokens: Sequence[int], gap: range) -> int | None:
+        """The place of the first token in a gap that ends the answer."""
+        return next((place for place in gap if tokens[place] in self.ends), None)
+
+    # ---- what is final: of a text with gaps what is in them ----------------------------------------------------------
+
+    def final_tokens(self) -> list[int]:
+        if not self._has_gaps:
+            return super().final_tokens()
+        tokens = self.answer.tokens
+        return [tokens[place] for place in self.final_places()]
+
+    def final_places(self) -> Sequence[int]:
+        if not self._has_gaps:
+            return super().final_places()
+        return [place for places, _ in self._final_gaps() for place in places]
+
+    @property
+    def gap_ends(self) -> tuple[tuple[int, int | None], ...]:
+        if not self._has_gaps:
+            return ()
+        found = self._final_gaps()
+        complete = found[:-1] if self.answer.masks else found
+        return tuple(zip(accumulate(len(places) for places, _ in complete), (end for _, end in complete), strict=True))
+
+    def _final_gaps(self) -> list[tuple[range, int | None]]:
+        """For each gap up to the first with a mask, that one included: its final places, and the token that ends it."""
+        tokens, found = self.answer.tokens, list[tuple[range, int | None]]()
+        for gap in self.gaps:
+            end = self._end_in(tokens, gap) if self.params.finish_at_eos else None
+            stop = gap.stop if end is None else end
+            mask = next((place for place in range(gap.start, stop) if tokens[place] == self.mask), None)
+            found.append((range(gap.start, stop if mask is None else mask), None if end is None else tokens[end]))
+            if mask is not None:
+                break
+        return found
+
+    def end_reached(self) -> int | None:
+        """In a text with gaps what ends the last gap."""
+        if not self._has_gaps:
+            return super().end_reached()
+        return None if self.answer.masks else self._final_gaps()[-1][1]
+
+    def visible_is_final(self) -> bool:
+        return not self.answer.masks if self._has_gaps else super().visible_is_final()
 
 
 class Parallel(Canvas):
@@ -139,26 +294,19 @@ class Parallel(Canvas):
         return max(1, num_passes * share + min(num_passes, remainder) - block.filled)
 
     def settle(self, branch: Branch) -> Branch:
-        """Counts the pass in the blocks that are begun, and ends the canvas behind a token that ends the answer."""
+        """Counts the pass in the blocks that are begun, and ends gaps."""
         if self.params.denoising_steps is not None:
             blocks = (
                 replace(block, passes=block.passes + 1) if block.masks and block.filled else block
                 for block in branch.blocks
             )
             branch = replace(branch, blocks=tuple(blocks))
-        has_several = (self.params.max_active_blocks or 1) > 1
-        may_end = has_several and self.params.finish_at_eos and self.constraint is None
-        return self._ended(branch) if may_end and branch.eos else branch
+        return super().settle(branch)
 
-    def _ended(self, branch: Branch) -> Branch:
-        """The branch, which has a token that ends the answer, with that token everywhere behind it."""
-        end = next(i for i, token in enumerate(branch.tokens) if token in self.ends)
-        tokens = branch.tokens[:end] + branch.tokens[end : end + 1] * (len(branch.tokens) - end)
-        prompt, *blocks = branch.blocks
-        places = (slice(block.start - branch.first, block.end - branch.first) for block in blocks)
-        masks = [tokens[place].count(self.mask) for place in places]
-        ended = (replace(block, masks=count) for block, count in zip(blocks, masks, strict=True))
-        return replace(branch, tokens=tokens, blocks=(prompt, *ended))
+
+def _runs(tokens: Sequence[int], mask: int) -> list[tuple[int, ...]]:
+    """The runs of masks, and of other tokens."""
+    return [tuple(run) for _, run in groupby(tokens, lambda token: token == mask)]
 
 
 def first_masked(branch: Branch) -> Block:

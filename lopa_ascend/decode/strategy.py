@@ -65,6 +65,8 @@ class Strategy(ABC):
     like: ClassVar[str]
     parameters: ClassVar[type[Any] | None] = None
     confidence: ClassVar[str | None] = None
+    fills_gaps: ClassVar[bool] = False
+    """Whether the decoding fills texts with gaps."""
     own: Any
 
     def __init__(
@@ -408,6 +410,15 @@ class Strategy(ABC):
         tokens = self.firm_tokens
         end = next((i for i, token in enumerate(tokens) if token in self._cuts), len(tokens))
         return list(tokens[:end])
+
+    def final_places(self) -> Sequence[int]:
+        """The places of ``final_tokens`` among the generated positions."""
+        return range(len(self.final_tokens()))
+
+    @property
+    def gap_ends(self) -> tuple[tuple[int, int | None], ...]:
+        """See ``Update``."""
+        return ()
 
     def end_reached(self) -> int | None:
         """The token id that ends the answer, if no position before it is masked."""

@@ -35,7 +35,7 @@ class Vanilla(Canvas):
     @property
     def num_steps(self) -> int:
         """Steps of the schedule."""
-        return self.params.steps or self.params.max_new_tokens
+        return self.params.steps or self.gap_length
 
     @property
     def num_counted(self) -> int:
@@ -76,6 +76,8 @@ class Vanilla(Canvas):
         return 999 * masks // (1000 * self.num_steps - 999 * step)
 
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
+        if self.is_measuring:
+            return super().absorb(plan, results, model_tokens, head_rows)
         num_steps_made = self.step + 1
         record = super().absorb(plan, results, model_tokens, head_rows)
         self.num_steps_made = num_steps_made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.types import GappedText
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
@@ -19,6 +20,8 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     continuations: tuple[tuple[int, ...], ...] = ()
     """If there are any, nothing is generated: how probable is each of them after the prompt? ``max_new_tokens`` is the
     length of the longest."""
+    gapped: GappedText | None = None
+    """The canvas, which ``max_new_tokens`` is the length of; None: masks alone."""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

@@ -42,7 +42,16 @@ from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.runner.runner import Runner
 from lopa_ascend.text.grammars import Grammars
-from lopa_ascend.types import Alternatives, EngineStats, RankReport, Scoring, StepRecord, Update, winner_rank
+from lopa_ascend.types import (
+    Alternatives,
+    EngineStats,
+    GappedText,
+    RankReport,
+    Scoring,
+    StepRecord,
+    Update,
+    winner_rank,
+)
 
 SEED_BITS = 53
 """Bits of a seed that is drawn: few enough that every JSON client can send the seed back unchanged."""
@@ -197,6 +206,7 @@ class Engine:
         *,
         trace: bool = False,
         continuations: List[List[int]] = (),
+        gapped: GappedText | None = None,
     ) -> None:
         """Queues a request.
 
@@ -205,7 +215,7 @@ class Engine:
             prompt: token ids.
             params: how the request is decoded.
             trace: whether the request's updates carry a record of each forward pass.
-            continuations: see ``Generate``.
+            continuations, gapped: see ``Generate``.
 
         Raises:
             ParameterError: the request could never run.
@@ -213,7 +223,7 @@ class Engine:
             RuntimeError: the engine has ended.
         """
         with self._call():
-            self._add(request_id, prompt, params, trace, tuple(map(tuple, continuations)))
+            self._add(request_id, prompt, params, trace, tuple(map(tuple, continuations)), gapped)
 
     def _add(
         self,
@@ -222,6 +232,7 @@ class Engine:
         params: DecodingParams,
         trace: bool,
         continuations: tuple[tuple[int, ...], ...],
+        gapped: GappedText | None,
     ) -> None:
         self._check()
         if request_id in self.scheduler.running or request_id in self.scheduler.waiting:
@@ -229,6 +240,8 @@ class Engine:
         self.limits.check(len(prompt), params)
         if continuations:
             self.limits.check_continuations(len(prompt), params, continuations)
+        if gapped is not None:
+            self.limits.check_gaps(params, gapped)
         if params.structured_outputs is not None:
             if self._grammars is None:
                 raise ParameterError("structured_outputs", f"needs a tokenizer, and {self.model_name} has none")
@@ -238,9 +251,9 @@ class Engine:
         if params.is_random and params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
         properties = self.runner.model.properties
-        self.scheduler.add(Request(request_id, tuple(prompt), params, trace, properties, continuations))
+        self.scheduler.add(Request(request_id, tuple(prompt), params, trace, properties, continuations, gapped))
         if self._leader is not None:
-            self._leader.outbox.append(Generate(request_id, list(prompt), params, trace, continuations))
+            self._leader.outbox.append(Generate(request_id, list(prompt), params, trace, continuations, gapped))
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now and frees its pages; it gets no further update. False if there is no such request."""
@@ -438,9 +451,10 @@ class Engine:
             sequence.canvas_positions += record.canvas_positions(len(sequence.request.prompt))
         self.scheduler.advance(sequence, record)
         strategy, params = sequence.strategy, sequence.request.params
-        final = strategy.final_tokens()
-        new = range(sequence.num_reported, len(final))
-        sequence.num_reported = len(final)
+        places = strategy.final_places()
+        new = places[sequence.num_reported :]
+        sequence.num_reported = len(places)
+        answer = strategy.answer
         finish_reason, stop_token_id = None, None
         if sequence.error is not None:
             finish_reason = "error"
@@ -449,8 +463,8 @@ class Engine:
             finish_reason = "length" if stop_token_id is None else "stop"
         return Update(
             request_id=sequence.request_id,
-            token_ids=tuple(final[new.start :]),
-            max_probs=tuple(strategy.answer.probs[new.start : new.stop]),
+            token_ids=tuple([answer.tokens[place] for place in new]),
+            max_probs=tuple([answer.probs[place] for place in new]),
             num_forwards=strategy.num_forwards,
             num_positions=strategy.num_opened,
             model_tokens=sequence.model_tokens,
@@ -464,10 +478,11 @@ class Engine:
             alternatives=_alternatives(sequence, new),
             canvas_positions=sequence.canvas_positions,
             continuation_logprobs=sequence.continuation_logprobs,
+            gap_ends=strategy.gap_ends,
         )
 
 
-def _alternatives(sequence: Sequence, places: range) -> tuple[Alternatives, ...]:
+def _alternatives(sequence: Sequence, places: List[int]) -> tuple[Alternatives, ...]:
     """The most probable tokens of some places of the answer, if the request asked for them."""
     if not sequence.request.params.top_logprobs:
         return ()
@@ -513,7 +528,7 @@ def start_sequence(
         matcher = grammars.matcher(request.params.structured_outputs)
         constraint = Constraint(matcher, [token for token in ends if token < num_token_ids])
     start = (request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached, properties)
-    strategy = begin_masked(*start) if request.continuations else begin(*start, constraint)
+    strategy = begin_masked(*start) if request.continuations else begin(*start, constraint, request.gapped)
     sequence = Sequence(
         request=request,
         strategy=strategy,

@@ -50,6 +50,7 @@ def _obey(engine: Engine, command: Command) -> None:
                 command.params,
                 trace=command.trace,
                 continuations=command.continuations,
+                gapped=command.gapped,
             )
         case Abort():
             engine.abort(command.request_id)

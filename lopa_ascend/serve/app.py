@@ -22,6 +22,7 @@ from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.openai import answer, responses
 from lopa_ascend.serve.openai.chat import ChatCompletion, ChatRequest
 from lopa_ascend.serve.openai.completions import Completion, CompletionRequest
+from lopa_ascend.serve.openai.infill import Infill, InfillRequest
 from lopa_ascend.serve.openai.request import GenerationRequest
 from lopa_ascend.serve.openai.responses import ResponseObject, ResponseRequest
 from lopa_ascend.serve.openai.score import ScoreRequest, Scores
@@ -35,6 +36,7 @@ BODIES = (
     CompletionRequest,
     ChatRequest,
     ResponseRequest,
+    InfillRequest,
     ScoreRequest,
     DiffusionCompletionRequest,
     DiffusionChatRequest,
@@ -102,6 +104,11 @@ def _add_generation(app: FastAPI, endpoint: Endpoint) -> None:
     async def create_response(request: Request) -> Response:
         """The next message of a conversation, in OpenAI's Responses API. Nothing is kept."""
         return await endpoint.answer(request, ResponseRequest)
+
+    @text_route("/v1/infill", InfillRequest, Infill)
+    async def infill(request: Request) -> Response:
+        """A text with gaps, which are filled."""
+        return await endpoint.answer(request, InfillRequest)
 
     @app.post("/score", response_model=Scores, responses=errors(*statuses), openapi_extra=body_of(ScoreRequest))
     async def score(request: Request) -> Response:

@@ -115,7 +115,7 @@ class GeneratedAnswer(Response, ABC):
         super().__init__()
         del self.headers["content-length"]
         self._served, self._generation, self._writer = served, generation, writer
-        self._timeline = Timeline([len(choice.prompt_token_ids) for choice in generation.choices], arrived)
+        self._timeline = Timeline([choice.prompt_tokens for choice in generation.choices], arrived)
         self._reason_if_unfinished = "abort"
         """Finish reason of choices that never finish."""
 

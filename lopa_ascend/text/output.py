@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.text.stream import TextStream
@@ -99,3 +101,80 @@ class OutputStream:
         if update.stop_token_id is None:
             return "length", None
         return "stop", update.stop_token_id if update.stop_token_id in self._stop_token_ids else None
+
+
+class GapsStream(OutputStream):
+    """As ``OutputStream``, of a text with gaps: each gap is read as an answer of its own.
+
+    Args:
+        num_gaps: the gaps of the text, at least one.
+    """
+
+    def __init__(self, prompt: Sequence[int], params: DecodingParams, tokenizer: Tokenizer | None, num_gaps: int):
+        super().__init__(prompt, params, tokenizer)
+        self._gaps = [OutputStream(prompt, params, tokenizer) for _ in range(num_gaps)]
+        self._progress = list[Progress]()
+        """Of each gap that has begun."""
+        self._num_complete = 0
+        """Gaps that the engine has filled. A stop string can have ended another one before."""
+        self._num_read = 0
+        """Tokens that updates have brought."""
+
+    @property
+    def stopped(self) -> bool:
+        return self._gaps[-1].stopped
+
+    def push(self, update: Update) -> Progress:
+        taken = 0
+        for number in range(self._num_complete, len(self._gaps)):
+            is_complete = number < len(update.gap_ends)
+            end, token = update.gap_ends[number] if is_complete else (self._num_read + len(update.token_ids), None)
+            part = slice(taken, max(taken, end - self._num_read))
+            taken = part.stop
+            reason = ("length" if token is None else "stop") if is_complete else update.finish_reason
+            del self._progress[number:]
+            self._progress.append(self._gaps[number].push(_part(update, part, reason, token)))
+            if not is_complete:
+                break
+            self._num_complete += 1
+        self._num_read += len(update.token_ids)
+        return self._joined(update)
+
+    def _joined(self, update: Update) -> Progress:
+        """The progress of all gaps together."""
+        gaps = tuple(self._progress)
+        joined = Progress(
+            token_ids=tuple(chain.from_iterable(gap.token_ids for gap in gaps)),
+            text="".join(gap.text for gap in gaps),
+            max_probs=tuple(chain.from_iterable(gap.max_probs for gap in gaps)),
+            alternatives=tuple(chain.from_iterable(gap.alternatives for gap in gaps)),
+            gaps=gaps,
+        )
+        last = gaps[-1].output
+        if last is None or not (update.finish_reason or self.stopped):
+            return joined
+        outputs = tuple(gap.output for gap in gaps if gap.output is not None)
+        was_cut = any(output.finish_reason == "length" for output in outputs)
+        output = replace(
+            last,
+            token_ids=joined.token_ids,
+            text=None if last.text is None else joined.text,
+            max_probs=joined.max_probs,
+            alternatives=joined.alternatives,
+            finish_reason="length" if was_cut and last.finish_reason == "stop" else last.finish_reason,
+            gaps=outputs,
+        )
+        return replace(joined, output=output)
+
+
+def _part(update: Update, part: slice, finish_reason: str | None, stop_token_id: int | None) -> Update:
+    """What an update says about one gap."""
+    return replace(
+        update,
+        token_ids=update.token_ids[part],
+        max_probs=update.max_probs[part],
+        alternatives=update.alternatives[part],
+        finish_reason=finish_reason,
+        stop_token_id=stop_token_id,
+        record=None,
+    )

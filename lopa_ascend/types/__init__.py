@@ -1,6 +1,16 @@
 """The nouns that every room shares: plain data, without torch and without imports of ours."""
 
-from lopa_ascend.types.decode import BranchRecord, Edit, Fill, RowPlan, RowResult, SequencePlan, StepRecord, winner_rank
+from lopa_ascend.types.decode import (
+    BranchRecord,
+    Edit,
+    Fill,
+    GappedText,
+    RowPlan,
+    RowResult,
+    SequencePlan,
+    StepRecord,
+    winner_rank,
+)
 from lopa_ascend.types.grammar import Grammar, GrammarError
 from lopa_ascend.types.model import DREAM, ModelProperties
 from lopa_ascend.types.output import Alternatives, GenerationOutput, Progress, Update
@@ -14,6 +24,7 @@ __all__ = [
     "EngineStats",
     "Edit",
     "Fill",
+    "GappedText",
     "GenerationOutput",
     "Grammar",
     "GrammarError",

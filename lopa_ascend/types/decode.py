@@ -30,6 +30,16 @@ class Edit(Fill):
 
 
 @dataclass(frozen=True, slots=True)
+class GappedText:
+    """A text with gaps that follows a prompt."""
+
+    tokens: tuple[int, ...]
+    """Token ids; runs of the mask are gaps."""
+    flexible: tuple[int, ...] = ()
+    """The gaps, by number, that may become shorter: the first passes find their lengths."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlan:
     """One branch of one sequence in one forward pass."""
 

@@ -46,6 +46,9 @@ class Update:
     """Positions of the answer in the rows of all branches and forward passes, on all ranks."""
     continuation_logprobs: tuple[tuple[float, ...], ...] = ()
     """For each of the request's continuations the log probability of each of its tokens, in nats."""
+    gap_ends: tuple[tuple[int, int | None], ...] = ()
+    """In a text with gaps: for each gap that is complete, the number of all tokens up to its end, and the token id that
+    ended it, which is not among them."""
 
     @classmethod
     def without_step(cls, request_id: str, finish_reason: str, error: str | None = None) -> Update:
@@ -100,6 +103,8 @@ class GenerationOutput:
     """For each token, if the request asked for ``top_logprobs``."""
     continuation_logprobs: tuple[tuple[float, ...], ...] = ()
     """For each of the request's continuations the log probability of each of its tokens, in nats."""
+    gaps: tuple[GenerationOutput, ...] = ()
+    """What is in each gap of a text with gaps. ``token_ids`` are those of all."""
 
     @property
     def tokens_per_forward(self) -> float:
@@ -126,3 +131,5 @@ class Progress:
     """For each token, if the request asked for ``top_logprobs``."""
     output: GenerationOutput | None = None
     """The finished output; only the last progress of a request has one."""
+    gaps: tuple[Progress, ...] = ()
+    """In a text with gaps: of each gap that has begun. Those before the last have their outputs."""

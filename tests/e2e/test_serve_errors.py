@@ -118,7 +118,7 @@ CODES: list[tuple[str, str, dict[str, Any], int, str]] = [
     ("POST", ROUTE, {"json": {"prompt": "x", "tau_conf": 2}}, 400, "invalid_value"),
     ("POST", ROUTE, {"json": {}}, 400, "missing_parameter"),
     ("POST", ROUTE, {"json": {"prompt": "x", "tau": 2}}, 400, "unknown_parameter"),
-    ("POST", ROUTE, {"json": {"prompt": "x", "suffix": "x"}}, 400, "unsupported_parameter"),
+    ("POST", ROUTE, {"json": {"prompt": "x", "best_of": 2}}, 400, "unsupported_parameter"),
     ("POST", ROUTE, {"content": b"{", "headers": JSON_TYPE}, 400, "invalid_json"),
     ("POST", ROUTE, {"content": b"{}", "headers": {"Content-Type": "text/plain"}}, 400, "invalid_content_type"),
     ("POST", ROUTE, {"json": {"prompt": [5] * 4096}}, 400, "context_length_exceeded"),

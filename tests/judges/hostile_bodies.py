@@ -93,7 +93,6 @@ UNSUPPORTED: dict[str, Any] = {
     "prompt_logprobs": 1,
     "length_penalty": 2.0,
     "best_of": 7,
-    "suffix": "end",
     "use_beam_search": True,
     "response_format": {"type": "xml"},
 }

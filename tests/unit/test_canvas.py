@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
-from lopa_ascend.config import DECODINGS, DecodingParams
+from lopa_ascend.config import DECODINGS, DecodingParams, Limits, ParameterError
 from lopa_ascend.config.families import FAMILIES
-from lopa_ascend.decode import STRATEGIES, begin
+from lopa_ascend.decode import STRATEGIES, begin, register_decoding
+from lopa_ascend.decode.canvas import Parallel
+from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.decode.lengths import LengthSearch
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.parallel.placement import Placement
-from lopa_ascend.types import DREAM, RowResult, SequencePlan, StepRecord
+from lopa_ascend.types import DREAM, GappedText, RowResult, SequencePlan, StepRecord
 
 MASK = 99
 EOS = 7
@@ -247,3 +250,113 @@ def test_a_whole_canvas_ends_when_its_visible_text_is_final() -> None:
         assert strategy.num_forwards == num_forwards
         assert strategy.end_reached() == EOS
         assert strategy.final_tokens() == ([] if finish else [EOS] * 10)
+
+
+# ---- texts with gaps -------------------------------------------------------------------------------------------------
+
+
+def start_with_gaps(canvas: list[int], flexible: tuple[int, ...] = (), **values: Any) -> Strategy:
+    """A prompt of 3 tokens, and a canvas in which 0 is a mask."""
+    canvas = [token or MASK for token in canvas]
+    fields: dict[str, Any] = {"decoding": "parallel", "block_size": 4, "max_new_tokens": len(canvas), **values}
+    return begin([1] * 3, DecodingParams(**fields), MASK, frozenset([EOS]), gapped=GappedText(tuple(canvas), flexible))
+
+
+def test_given_tokens_are_filled_and_gaps_have_blocks_of_their_own() -> None:
+    for decoding in ("parallel", "fast_dllm"):
+        strategy = start_with_gaps([0, 0, 0, 0, 0, 8, EOS, 0, 0, 9], decoding=decoding, tau_conf=0.05)
+        blocks = [(block.start, block.end, block.masks) for block in strategy.anchor.blocks[1:]]
+        assert blocks == [(3, 7, 4), (7, 8, 1), (8, 10, 0), (10, 12, 2), (12, 13, 0)]
+        seen = []
+        while strategy.plan() is not None:
+            plan, _ = one_pass(strategy)
+            seen.append(plan.rows[0].masked)
+            assert plan.rows[0].end == 13
+            if not plan.rows[0].start:
+                assert plan.rows[0].tokens[8:10] == (8, EOS)
+        assert sorted(position for masked in seen for position in masked) == [3, 4, 5, 6, 7, 10, 11]
+        assert (strategy.final_tokens(), strategy.final_places()) == ([5] * 7, [0, 1, 2, 3, 4, 7, 8])
+        assert (strategy.gap_ends, strategy.end_reached()) == (((5, None), (7, None)), None)
+
+
+def test_a_token_that_ends_the_answer_ends_its_gap() -> None:
+    strategy = start_with_gaps([0, 0, 0, 8, 0, 0], tau_conf=0.9)
+    one_pass(strategy, {4: 0.95}, token=EOS)
+    assert strategy.anchor.tokens == (MASK, EOS, EOS, 8, MASK, MASK)
+    assert (strategy.final_tokens(), strategy.gap_ends) == ([], ())
+    one_pass(strategy)
+    assert (strategy.final_tokens(), strategy.gap_ends) == ([5], ((1, EOS),))
+    one_pass(strategy, {7: 0.95, 8: 0.95}, token=EOS)
+    assert (strategy.plan(), strategy.final_tokens()) == (None, [5])
+    assert (strategy.gap_ends, strategy.end_reached()) == (((1, EOS), (1, EOS)), EOS)
+
+
+def test_dreams_decoding_makes_as_many_steps_as_there_are_masks() -> None:
+    strategy = start_with_gaps([0, 0, 8, 8, 8, 0], decoding="vanilla", alg="maskgit_plus", block_size=32, seed=1)
+    assert [len(one_pass(strategy)[1].fills) for _ in range(2)] == [1, 2]
+    assert strategy.plan() is None
+
+
+def test_a_length_is_found_by_what_is_behind_the_gap() -> None:
+    """Means that fall with the length, but for a peak where what is behind the gap fits."""
+    for longest, fits in ((1, 1), (2, 2), (9, 9), (32, 23), (100, 65), (256, 201), (7, 1)):
+        search, tried = LengthSearch(longest), list[tuple[int, bool]]()
+        while (length := search.candidate) is not None:
+            tried.append((length, search.sees_behind))
+            search.take(-math.log(length) - (abs(length - fits) / longest if search.sees_behind else 0.0))
+        assert search.best == fits
+        assert len(tried) == len(set(tried)) <= longest + longest.bit_length() + 1
+        assert [sees for _, sees in tried] == sorted(sees for _, sees in tried)
+        assert max(tried)[0] == longest
+    search = LengthSearch(256)
+    num_tried = 0
+    while search.candidate is not None:
+        search.take(-1.0)
+        num_tried += 1
+    assert num_tried < 90
+
+
+def test_the_first_passes_find_lengths_and_fill_nothing() -> None:
+    """Where a gap of two is surer with what is behind it than without, it becomes two."""
+    for fields in ({}, {"decoding": "vanilla", "seed": 1}, {"decoding": "fast_dllm"}):
+        strategy = start_with_gaps([0, 0, 0, 0, 8, 9, 0, 0, 0], flexible=(0,), **fields)
+        tried = []
+        while True:
+            plan = strategy.plan()
+            assert plan is not None
+            row = plan.rows[0]
+            if not strategy.is_measuring:  # type: ignore[attr-defined]
+                break
+            num_masks, sees_behind = len(row.masked), row.tokens[-1] != 8 and 8 in row.tokens
+            tried.append((num_masks, sees_behind))
+            assert row.masked == tuple(range(3, 3 + num_masks))
+            prob = 0.5 if num_masks == 2 and sees_behind else 0.1
+            record = strategy.absorb(plan, [RowResult((5,) * num_masks, *[(prob,) * num_masks] * 2)], 0, 0)
+            assert (record.fills, strategy.final_tokens()) == ((), [])
+        assert tried == [(1, False), (2, False), (4, False), (1, True), (2, True), (3, True), (4, True)]
+        assert strategy.anchor.tokens == (MASK, MASK, 8, 9, MASK, MASK, MASK)
+        assert [fill.position for fill in record.forced] == [5, 6]
+        assert (record.index, strategy.num_forwards) == (6, 7)
+
+
+def test_only_a_whole_canvas_has_gaps() -> None:
+    limits = Limits(
+        vocab_size=100,
+        mask_token_id=MASK,
+        max_model_len=512,
+        num_pages=64,
+        max_num_seqs=1,
+        max_num_batched_tokens=512,
+        max_num_branches=0,
+    )
+    register_decoding("windows", type("Windows", (D2F,), {"like": "parallel"}))
+    register_decoding("canvases", type("Canvases", (Parallel,), {"like": "parallel"}))
+    text = GappedText((MASK, 5))
+    for decoding in ("parallel", "vanilla", "fast_dllm", "canvases"):
+        limits.check_gaps(DecodingParams(decoding=decoding, max_new_tokens=2), text)
+    for decoding in ("d2f", "lopa", "windows"):
+        with pytest.raises(ParameterError, match=f'^gaps: .*"{decoding}".* use decoding .*"parallel"'):
+            limits.check_gaps(DecodingParams(decoding=decoding, max_new_tokens=2), text)
+    for properties in (FAMILIES["sdar"].properties, FAMILIES["Fast_dLLM_Qwen"].properties):
+        with pytest.raises(ParameterError, match="block-causal"):
+            replace(limits, properties=properties).check_gaps(DecodingParams(max_new_tokens=2), text)

@@ -291,4 +291,4 @@ def _hint(name: str, model: type[Body]) -> str:
 
 def _is_type_name(part: int | str) -> bool:
     """Whether a part of pydantic's location looks like the name of a type."""
-    return isinstance(part, str) and (part in ("str", "int") or "[" in part)
+    return isinstance(part, str) and (part in ("str", "int") or "[" in part or part[:1].isupper())

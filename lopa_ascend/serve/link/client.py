@@ -22,7 +22,7 @@ from lopa_ascend.serve.http.api_error import ApiError, unavailable
 from lopa_ascend.serve.link.generation import AskedChoice, Generation
 from lopa_ascend.serve.link.messages import FromEngine, Left, Lost, Profiled, Ready, Stepped, ToEngine
 from lopa_ascend.serve.link.spawn import EngineProcess
-from lopa_ascend.text.output import OutputStream
+from lopa_ascend.text.output import GapsStream, OutputStream
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_tokenizer
 from lopa_ascend.types import EngineStats, Update
@@ -234,6 +234,8 @@ class EngineClient:
             self._timers[generation.request_id] = self._loop.call_later(limit, generation.fail, late)
 
     def _output(self, choice: AskedChoice) -> OutputStream:
+        if choice.num_gaps:
+            return GapsStream(choice.prompt_token_ids, choice.params, self.prompts.tokenizer, choice.num_gaps)
         return OutputStream(choice.prompt_token_ids, choice.params, self.prompts.tokenizer)
 
     def _generate(self, choice_id: str) -> None:
@@ -242,7 +244,8 @@ class EngineClient:
         choice = unfinished.generation.choices[unfinished.index]
         params = choice.params.with_valid(stop=())  # the engine knows no text
         trace = unfinished.generation.trace
-        self._engine.send(Generate(choice_id, choice.prompt_token_ids, params, trace, choice.continuations))
+        asked = choice.continuations, choice.gapped
+        self._engine.send(Generate(choice_id, choice.prompt_token_ids, params, trace, *asked))
 
     def release(self, generation: Generation) -> None:
         """Ends the generation if it is still running, and forgets it."""

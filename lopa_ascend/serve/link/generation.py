@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.http.api_error import ApiError
-from lopa_ascend.types import Progress, Update
+from lopa_ascend.types import GappedText, Progress, Update
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,17 @@ class AskedChoice:
     params: DecodingParams
     continuations: tuple[tuple[int, ...], ...] = ()
     """See ``Generate``."""
+    gapped: GappedText | None = None
+    """See ``Generate``."""
+    num_given: int = 0
+    """Tokens of ``gapped`` that are given."""
+    num_gaps: int = 0
+    """Gaps of ``gapped``."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that were sent."""
+        return len(self.prompt_token_ids) + self.num_given
 
 
 MAX_UNREAD = 1024

@@ -76,6 +76,7 @@ def _handle(engine: Engine, message: ToEngine) -> list[Update]:
                 message.params,
                 trace=message.trace,
                 continuations=message.continuations,
+                gapped=message.gapped,
             )
         except ParameterError as error:
             return [Update.without_step(message.request_id, "error", str(error))]

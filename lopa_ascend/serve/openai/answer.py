@@ -170,7 +170,7 @@ class CompletionWriter(Writer):
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
         """The same in every part."""
         # Each prompt counts once, however many answers it gets.
-        self.prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices[:: details.n])
+        self.prompt_tokens = sum(choice.prompt_tokens for choice in choices[:: details.n])
         self._latest = [Progress((), "") for _ in choices]
         self._calls = [Calls(details.tools) for _ in choices]
         self._probs = [self._token_probs() for _ in choices]

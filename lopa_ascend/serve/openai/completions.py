@@ -24,6 +24,7 @@ from lopa_ascend.serve.openai.logprobs import TokenProb
 from lopa_ascend.serve.openai.request import LOGPROB, GenerationRequest, Planner
 from lopa_ascend.serve.openai.structured import ResponseFormat, asked_form, response_form, texts_of
 from lopa_ascend.serve.openai.tools import NO_TOOLS
+from lopa_ascend.text.gaps import Gap, Piece
 
 MAX_CHOICES = 1024
 """Most choices of one request, which has prompts times n of them."""
@@ -64,12 +65,17 @@ BEST_OF: Json = {
 
 
 class CompletionRequest(GenerationRequest):
-    harmless = {**HARMLESS, "suffix": (), "best_of": (1,)}
+    harmless = {**HARMLESS, "best_of": (1,)}
     writer_type: ClassVar[type[CompletionWriter]] = CompletionWriter
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(prompt_schema(MAX_CHOICES))]
     echo: bool | None = Field(
         None, description="The text begins with the prompt. Not together with logprobs. Default: false."
+    )
+    suffix: str | None = Field(
+        None,
+        description="What follows the answer, which fills the gap. Needs a decoding of a whole canvas, such as "
+        "parallel. Default: nothing.",
     )
     logprobs: int | None = Field(
         None,
@@ -100,11 +106,21 @@ class CompletionRequest(GenerationRequest):
             raise ParameterError("echo", "cannot be combined with logprobs: prompts have no log probabilities")
         if self.echo and planner.prompts.tokenizer is None:
             raise ParameterError("echo", "needs a tokenizer, and the model has no tokenizer files")
+        if self.echo and self.suffix:
+            raise ParameterError("echo", "cannot be combined with suffix: put both around the text yourself")
         prompts = [planner.encode(prompt) for prompt in self.prompt]
+        rest: list[Piece] = [Gap(), planner.encode_field(self.suffix, "suffix")] if self.suffix else []
         with_logprobs = self.logprobs is not None
         form = asked_form(self, response_form(self.response_format), NO_TOOLS)
         return planner.choices(
-            self, prompts, "prompt", form=form, top_logprobs=self.logprobs, with_logprobs=with_logprobs
+            self,
+            prompts,
+            "prompt",
+            form=form,
+            top_logprobs=self.logprobs,
+            with_logprobs=with_logprobs,
+            rest=rest,
+            rest_field="suffix",
         )
 
     def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> CompletionWriter:

@@ -155,7 +155,7 @@ INSTEAD: Mapping[str, str] = {
     "audio": _TEXT,
     "refusal": "put it into the content",
     "prediction": "leave it out: it would change no answer",
-    "suffix": "say in the prompt what must follow",
+    "suffix": "take /v1/completions, which fills gaps",
     "echo": "put the prompt before the text yourself",
     "moderation": "check the texts yourself",
     "truncation": "leave out the oldest messages",

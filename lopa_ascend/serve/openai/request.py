@@ -27,7 +27,9 @@ from lopa_ascend.serve.openai.decoding_fields import with_decoding_parameters
 from lopa_ascend.serve.openai.fields import HARMLESS, INSTEAD, REQUEST, STREAM_OPTIONS, ignoring
 from lopa_ascend.serve.openai.structured import Form, asked_form, calling_form, placed
 from lopa_ascend.serve.openai.tools import Tools
+from lopa_ascend.text.gaps import Gap, Piece, gapped_text
 from lopa_ascend.text.prompt import Prompts
+from lopa_ascend.types import GappedText
 
 MAX_MESSAGES = 2**14
 """Most messages of a conversation."""
@@ -184,6 +186,8 @@ class Planner:
         form: Form | None,
         top_logprobs: int | None = None,
         with_logprobs: bool = False,
+        rest: Sequence[Piece] = (),
+        rest_field: str = "",
     ) -> list[AskedChoice]:
         """The choices for several prompts.
 
@@ -195,6 +199,7 @@ class Planner:
                 that scores these follows for each prompt.
             top_logprobs: the parameter, if the request sets it by its field ``logprobs``.
             with_logprobs: the answer has log probabilities.
+            rest: what follows the prompt in a text with gaps, which came in the field ``rest_field``.
         """
         if request.stream_options is not None and not request.stream:
             raise ParameterError("stream_options", "needs stream: true")
@@ -203,16 +208,19 @@ class Planner:
             asked["top_logprobs"], sent_as["top_logprobs"] = top_logprobs, "logprobs"
         if form is not None:
             asked["structured_outputs"], sent_as["structured_outputs"] = form.parameter, form.field
-        choices, params_by_length = [], dict[int, DecodingParams]()
+        choices, fitting = [], dict[int, tuple[DecodingParams, GappedText | None]]()
+        given = [len(piece) for piece in rest if isinstance(piece, list)]
+        counts = {"num_given": sum(given), "num_gaps": len(rest) - len(given)}
         try:
             _check_sizes(asked, len(prompts) * (request.n or 1))
             for prompt in prompts:
-                params = params_by_length.get(len(prompt))
-                if params is None:
-                    params = self.prompts.for_engine(self._params(asked, len(prompt)))
-                    self.limits.check(len(prompt), params)
-                    params_by_length[len(prompt)] = params
-                choices += [AskedChoice(prompt, _with_own_seed(params, index)) for index in range(request.n or 1)]
+                if len(prompt) not in fitting:
+                    fitting[len(prompt)] = self._fit(asked, len(prompt), rest, rest_field)
+                params, gapped = fitting[len(prompt)]
+                choices += [
+                    AskedChoice(prompt, _with_own_seed(params, index), gapped=gapped, **counts)
+                    for index in range(request.n or 1)
+                ]
             if with_logprobs:
                 _check_logprobs(choices)
                 if form is not None and form.kind == "choice":
@@ -223,6 +231,29 @@ class Planner:
             raise _renamed(error, {"prompt": prompt_field, **sent_as}) from None
         return choices
 
+    def _fit(
+        self, asked: Mapping[str, Any], prompt_tokens: int, rest: Sequence[Piece], rest_field: str
+    ) -> tuple[DecodingParams, GappedText | None]:
+        """The parameters for prompts of one length, and the text with gaps that follows them."""
+        num_open = sum(isinstance(piece, Gap) and not piece.size(0) for piece in rest)
+        num_known = sum(piece.size(0) if isinstance(piece, Gap) else len(piece) for piece in rest)
+        params = self.prompts.for_engine(self._params(asked, prompt_tokens + num_known, max(1, num_open)))
+        if not rest:
+            self.limits.check(prompt_tokens, params)
+            return params, None
+        total = prompt_tokens + num_known + num_open * params.max_new_tokens
+        if total > (longest := self.limits.max_model_len):
+            message = f"has {total} tokens with its gaps and the text before it; {context_length(longest)}"
+            raise ContextLengthError(rest_field, message)
+        gapped = gapped_text(rest, params.max_new_tokens, self.limits.mask_token_id)
+        params = params.with_valid(max_new_tokens=len(gapped.tokens))
+        try:
+            self.limits.check_gaps(params, gapped)
+            self.limits.check(prompt_tokens, params)
+        except ParameterError as error:
+            raise _renamed(error, dict.fromkeys(("gaps", "max_new_tokens"), rest_field)) from None
+        return params, gapped
+
     def scored(self, prompt: list[int], texts: Sequence[str], field: str) -> AskedChoice:
         """What asks how probable texts, which came in the field ``field``, are after a prompt.
 
@@ -231,10 +262,7 @@ class Planner:
         """
         continuations = []
         for index, text in enumerate(texts):
-            try:
-                continuations.append(tuple(self.encode(text)))
-            except ParameterError as error:
-                raise _renamed(error, {"prompt": f"{field}[{index}]"}) from None
+            continuations.append(tuple(self.encode_field(text, f"{field}[{index}]")))
         if (total := sum(map(len, continuations))) > MAX_SCORED:
             raise ParameterError(field, f"has {total} tokens; at most {MAX_SCORED} can be scored at once")
         longest = max(map(len, continuations))
@@ -246,18 +274,26 @@ class Planner:
             raise _renamed(error, dict.fromkeys(("continuations", "max_new_tokens"), field)) from None
         return AskedChoice(prompt, params, tuple(continuations))
 
-    def _params(self, asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
-        """The request's own parameters, and the defaults for all others unless a default contradicts the request."""
+    def _params(self, asked: Mapping[str, Any], prompt_tokens: int, num_gaps: int = 1) -> DecodingParams:
+        """The request's own parameters, and the defaults for all others unless a default contradicts the request.
+        ``num_gaps`` share the room that is left."""
         defaults = fitting_defaults({"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding}, asked)
         # If a prompt leaves no room at all, Limits.check refuses the request.
         block_size = asked.get("block_size", defaults.get("block_size", DecodingParams.block_size))
         is_size = type(block_size) is int and block_size > 0  # DecodingParams refuses others
         room = self.limits.room(prompt_tokens, block_size if is_size else 1)
-        defaults["max_new_tokens"] = max(1, min(defaults["max_new_tokens"], room))
+        defaults["max_new_tokens"] = max(1, min(defaults["max_new_tokens"], room // num_gaps))
         if "min_new_tokens" in defaults:
             longest = asked.get("max_new_tokens", defaults["max_new_tokens"])
             defaults["min_new_tokens"] = max(0, min(defaults["min_new_tokens"], longest))
         return DecodingParams.of(**{**defaults, **asked})
+
+    def encode_field(self, text: str | list[int], field: str) -> list[int]:
+        """As ``encode``, for what came in ``field``."""
+        try:
+            return self.encode(text)
+        except ParameterError as error:
+            raise _renamed(error, {"prompt": field}) from None
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """The token ids of a prompt, which is refused at once if it is too long: there may be a thousand of them."""

@@ -1,0 +1,121 @@
+"""How long gaps are: found by the confidence of passes that fill nothing, over candidate lengths.
+
+A candidate is scored by the mean log probability of the predictions for its masks. Taken alone that prefers short gaps,
+whatever is behind them. So the mean that the gap has without what is behind it is subtracted: what remains is what the
+text behind the gap says about its length (after arXiv 2602.00476, which calibrates the confidence too). The part that
+is subtracted is smooth, so powers of two are enough for it. The other one has a narrow peak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+FINEST = 16
+"""From this length on candidates are a sixteenth of their length apart."""
+
+
+class LengthSearch:
+    """The length of one gap.
+
+    Args:
+        longest: the most that it can be.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._alone = dict[int, float]()
+        """By length: the mean without what is behind the gap."""
+        self._means = dict[int, float]()
+        """By length: the mean with what is behind it."""
+        self._wanted_alone = [*(2**power for power in range(longest.bit_length()) if 2**power < longest), longest]
+        self._wanted = [1]
+        while self._wanted[-1] < longest:
+            self._wanted.append(min(longest, self._wanted[-1] + max(1, self._wanted[-1] // FINEST)))
+
+    @property
+    def sees_behind(self) -> bool:
+        """Whether ``candidate`` is computed with what is behind the gap."""
+        return not self._wanted_alone
+
+    @property
+    def candidate(self) -> int | None:
+        """The length to compute next; None: the search is over."""
+        wanted = self._wanted_alone or self._wanted
+        return wanted[0] if wanted else None
+
+    @property
+    def best(self) -> int:
+        """The length with the highest score, the shortest among equals."""
+        return max(sorted(self._means), key=self._score)
+
+    def take(self, mean: float) -> None:
+        """Takes the mean log probability of the predictions for ``candidate``."""
+        if self._wanted_alone:
+            self._alone[self._wanted_alone.pop(0)] = mean
+            return
+        self._means[self._wanted.pop(0)] = mean
+        if not self._wanted:
+            known = sorted(self._means)
+            place = known.index(self.best)
+            around = known[max(0, place - 1) : place + 2]
+            self._wanted = [(low + high) // 2 for low, high in pairwise(around) if high - low > 1]
+
+    def _score(self, length: int) -> float:
+        """The mean less that without what is behind the gap, which is linear in the logarithm of the length between two
+        that are known."""
+        low = max(known for known in self._alone if known <= length)
+        high = min(known for known in self._alone if known >= length)
+        part = math.log(length / low) / math.log(high / low) if high > low else 0.0
+        return self._means[length] - self._alone[low] - part * (self._alone[high] - self._alone[low])
+
+
+class GapLengths:
+    """The lengths of the gaps of a canvas, which are found one after the other.
+
+    Args:
+        runs: the canvas, in runs of masks and of given tokens.
+        flexible: the gaps whose length is to be found, by number, at least one.
+        mask: token id of the mask.
+    """
+
+    def __init__(self, runs: Sequence[tuple[int, ...]], flexible: Sequence[int], mask: int) -> None:
+        gaps = [index for index, run in enumerate(runs) if run[0] == mask]
+        self._runs, self._left = list(runs), [gaps[number] for number in flexible]
+        """``_left``: the indices of the runs whose length is not known."""
+        self._search = LengthSearch(len(self._runs[self._left[0]]))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all lengths are found."""
+        return not self._left
+
+    @property
+    def canvas(self) -> tuple[int, ...]:
+        """The canvas with the candidate, as the next pass computes it: up to the gap, or with what is behind it."""
+        runs = self._runs
+        if self._left:
+            behind = runs[self._left[0] + 1 :] if self._search.sees_behind else []
+            runs = [*runs[: self._left[0]], self._candidate, *behind]
+        return tuple(token for run in runs for token in run)
+
+    @property
+    def places(self) -> range:
+        """The places of the gap in ``canvas``."""
+        start = sum(map(len, self._runs[: self._left[0]]))
+        return range(start, start + len(self._candidate))
+
+    @property
+    def _candidate(self) -> tuple[int, ...]:
+        length = self._search.candidate
+        assert length is not None
+        return self._runs[self._left[0]][:length]
+
+    def take(self, mean: float) -> None:
+        """Takes the mean log probability of the predictions for ``places`` in ``canvas``."""
+        self._search.take(mean)
+        if self._search.candidate is None:
+            run = self._left.pop(0)
+            self._runs[run] = self._runs[run][: self._search.best]
+            if self._left:
+                self._search = LengthSearch(len(self._runs[self._left[0]]))

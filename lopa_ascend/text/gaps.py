@@ -1,0 +1,95 @@
+"""A text with gaps: its parts, as a prompt and the canvas that follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lopa_ascend.config import ParameterError
+from lopa_ascend.types import GappedText
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A place in a text that is to be filled. A token that ends the answer ends it earlier.
+
+    Raises:
+        ParameterError: a length is not positive, or both are given.
+    """
+
+    tokens: int | None = None
+    """Its length."""
+    max_tokens: int | None = None
+    """The most that its length, which is found, can be. None beside ``tokens`` None:
+    ``DecodingParams.max_new_tokens``."""
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.max_tokens is not None:
+            raise ParameterError("max_tokens", "cannot be with tokens, which is the length of the gap")
+        for name in ("tokens", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ParameterError(name, f"must be an integer of 1 or more, got {value!r:.100}")
+
+    def size(self, longest: int) -> int:
+        """The most tokens that it can have, with ``max_new_tokens`` of ``longest``."""
+        return self.tokens or self.max_tokens or longest
+
+
+Piece = list[int] | Gap
+"""What is given, as token ids, or a gap."""
+
+
+def pieces_of(
+    parts: Sequence[str | Sequence[int] | Gap], encode: Callable[[str | Sequence[int], str], list[int]]
+) -> tuple[list[int], list[Piece]]:
+    """The prompt of a text with gaps, and what follows it.
+
+    Args:
+        encode: the token ids of a part, which came in the named field.
+
+    Raises:
+        ParameterError: ``encode`` refuses a part; the first part is a gap, two gaps meet, or there is none.
+    """
+    pieces = list[Piece]()
+    for index, part in enumerate(parts):
+        is_gap = isinstance(part, Gap)
+        if is_gap and not index:
+            raise ParameterError("parts[0]", "must be given: a gap is predicted from what is before it")
+        if is_gap and isinstance(parts[index - 1], Gap):
+            raise ParameterError(f"parts[{index}]", "is a gap directly behind another one; make them one")
+        pieces.append(part if isinstance(part, Gap) else encode(part, f"parts[{index}]"))
+    prompt, *rest = pieces or [[]]
+    if not any(isinstance(piece, Gap) for piece in rest):
+        raise ParameterError("parts", "has no gap; /v1/completions continues a text")
+    assert isinstance(prompt, list)
+    return prompt, rest
+
+
+def gapped_text(pieces: Sequence[Piece], longest: int, mask: int) -> GappedText:
+    """What follows the prompt.
+
+    Args:
+        longest: tokens of a gap that names no size.
+    """
+    tokens, flexible, num_gaps = list[int](), list[int](), 0
+    for piece in pieces:
+        if isinstance(piece, list):
+            tokens += piece
+            continue
+        tokens += [mask] * piece.size(longest)
+        flexible += [num_gaps] if piece.tokens is None else []
+        num_gaps += 1
+    return GappedText(tuple(tokens), tuple(flexible))
+
+
+def whole_text(parts: Sequence[str | Sequence[int] | Gap], texts: Sequence[str | None]) -> str | None:
+    """The parts with their gaps filled; None if one of them is no text.
+
+    Args:
+        texts: for each gap what is in it.
+    """
+    filled = iter(texts)
+    pieces = [next(filled) if isinstance(part, Gap) else part for part in parts]
+    known = [piece for piece in pieces if isinstance(piece, str)]
+    return "".join(known) if len(known) == len(pieces) else None
