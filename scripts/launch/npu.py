@@ -24,6 +24,8 @@ CONTROL_DEVICES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 """Devices of the driver that every process with an NPU opens, whichever die it uses."""
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 AFFINITY = "CPU_AFFINITY_CONF"
+DETERMINISTIC = "HCCL_DETERMINISTIC"
+"""HCCL takes false, true and strict, in any case."""
 DIES = 16
 """Dies of a 910C node."""
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,6 +208,10 @@ def check_environment(environment: Mapping[str, str], graph_mode: str) -> Iterat
         findings.append(note(f"environment: {npu_environment.TASK_QUEUE} is {queue!r}, {slow}; {remedy}"))
     if blocking and npu_environment.number(blocking) and graph_mode not in npu_versions.CAPTURING_MODES:
         findings.append(note(f"environment: {npu_environment.BLOCKING} is {blocking!r}, {slow}; 0 is for serving"))
+    order = environment.get(DETERMINISTIC, "").lower()
+    if order not in ("", "false"):
+        cost = "with which all sums leave the vector cores and take longer"
+        findings.append(note(f"environment: {DETERMINISTIC} is {order!r}, {cost}; see --deterministic"))
     yield from findings or [ok(f"environment: no variable is in the way of graph mode {graph_mode}")]
 
 

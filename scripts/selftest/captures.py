@@ -24,8 +24,8 @@ class Captures:
     """Graphs that share one pool of memory, and are captured on one stream."""
 
     def __init__(self) -> None:
-        self._npu = torch.get_device_module("npu")
-        self._pool, self._stream = self._npu.graph_pool_handle(), self._npu.Stream()
+        npu = torch.get_device_module("npu")
+        self._pool, self._stream = npu.graph_pool_handle(), npu.Stream()
 
     def capture(self, step: Step, name: str, num_entries: int = 0, in_thread: bool = False) -> Step:
         """A function that replays the step, which runs once before the capture.
@@ -43,9 +43,8 @@ class Captures:
 
         lengths = capture_lengths(num_entries)
         step(lengths)  # what a first call needs, such as loading the kernels, may not happen in a capture
-        graph = self._npu.NPUGraph()
-        capture = capturing(graph, pool=self._pool, stream=self._stream, auto_dispatch_capture=True)
-        with torch.no_grad(), capture:
+        capture = capturing(pool=self._pool, stream=self._stream, auto_dispatch_capture=True)
+        with torch.no_grad(), capture as graph:
             outputs = step(lengths)
         run = CapturedRun(graph, step, outputs[0], name, lengths)
         run.in_thread = in_thread

@@ -50,9 +50,8 @@ def replayed_micros(call: Callable[[int], object], repeats: int, number: int) ->
     """
     from lopa_ascend.backend.npu.captured import capturing
 
-    graph = torch.get_device_module("npu").NPUGraph()
     call(0)  # what a first call needs, such as connecting ranks, may not happen in a capture
-    with torch.no_grad(), capturing(graph):
+    with torch.no_grad(), capturing() as graph:
         results = [call(index) for index in range(number)]
     graph.replay()
     micros = median_micros(graph.replay, repeats)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from lopa_ascend.backend.interface import Entries, Ops
@@ -60,10 +59,8 @@ class ReplayedAttention:
         """Replays the graph with other KV lengths."""
         from lopa_ascend.backend.npu.captured import CapturedRun, capturing
 
-        npu = torch.get_device_module("npu")
         self._attend()  # what a first call needs, such as loading the kernel, may not happen in a capture
-        graph = npu.NPUGraph()
-        with capturing(graph, auto_dispatch_capture=True):
+        with capturing(auto_dispatch_capture=True) as graph:
             outputs = [self._attend() for _ in range(self._calls)]
         return CapturedRun(graph, lambda: outputs, outputs[-1], self._name, self._kv_lengths)
 

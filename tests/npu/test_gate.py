@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch_npu import npu
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.compiler import GraphError
 from lopa_ascend.backend.npu import gate
-from lopa_ascend.backend.npu.gate import AttentionShape, WrongKernelError, right_ops
+from lopa_ascend.backend.npu.gate import AttentionShape, Sample, WrongKernelError, right_ops
 from lopa_ascend.backend.npu.ops import NpuOps
 from tests.npu.lab import attention, capture
 from tests.npu.lab.constraints import numeric, require
@@ -31,6 +32,17 @@ LAYOUTS = ("TND", "TND16", "BSH")
 def test_a_device_that_computes_rightly_keeps_its_layout(layout: str) -> None:
     ops = NpuOps(attention_layout=layout)
     assert right_ops(ops, SHAPE, captures=True) is ops
+
+
+def test_graphs_are_captured_and_replayed_in_inference_mode_and_outside_it() -> None:
+    """An engine captures in inference mode. The checks of the next one in this process are not in it."""
+    sample, lengths = Sample(NpuOps(), SHAPE), [100, 1300]
+    with torch.inference_mode():
+        runs = [sample.captured()]
+    runs.append(sample.captured())
+    for run, inference in product(runs, (True, False)):
+        with torch.inference_mode(inference):
+            assert sample.fault(run(sample.divided(lengths)), lengths, "a replay") is None
 
 
 def uniform(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -253,6 +253,13 @@ NO_EXPANDABLE_PINNED = "without pin_memory_expandable_segments:True"
         ),
         ({"ASCEND_LAUNCH_BLOCKING": "0"}, "ok", "ok"),
         ({"ASCEND_LAUNCH_BLOCKING": ""}, "ok", "ok"),
+        ({"HCCL_DETERMINISTIC": "False"}, "ok", "ok"),
+        (
+            {"HCCL_DETERMINISTIC": "strict"},
+            "note  environment: HCCL_DETERMINISTIC is 'strict', with which all sums leave the vector cores and take "
+            "longer; see --deterministic",
+            "note",
+        ),
         ({"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, "ok", "ok"),
         (
             {"PYTORCH_NPU_ALLOC_CONF": "page_size:1g, pin_memory_expandable_segments:True"},

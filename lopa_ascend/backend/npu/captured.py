@@ -26,14 +26,27 @@ KV_LENGTHS = "actual_seq_lengths_kv"
 """The argument of the attention kernel that holds the KV lengths of its entries."""
 
 
+class Graph(npu.NPUGraph):  # type: ignore[misc]
+    """An ACL graph that can be captured and replayed in inference mode and outside it.
+
+    All graphs of a device share the two tensors of its random state. torch_npu 2.10 makes them at the first capture, in
+    the mode of that capture, and fills them at each capture and replay. Outside inference mode it could not fill
+    tensors that were made in it.
+    """
+
+    def capture_begin(self, *args: Any, **options: Any) -> None:
+        with torch.inference_mode(False):
+            super().capture_begin(*args, **options)
+
+
 @contextmanager
-def capturing(graph: npu.NPUGraph, **options: Any) -> Iterator[None]:
-    """``npu.graph`` with these options. If the capture fails, ops are dispatched and launched as before: torch_npu
-    leaves its own dispatch and its stream behind where the end of a capture raises."""
-    stream = npu.current_stream()
+def capturing(**options: Any) -> Iterator[Graph]:
+    """Captures a graph by ``npu.graph`` with these options. If the capture fails, ops are dispatched and launched as
+    before: torch_npu leaves its own dispatch and its stream behind where the end of a capture raises."""
+    graph, stream = Graph(), npu.current_stream()
     try:
         with npu.graph(graph, **options):
-            yield
+            yield graph
     except BaseException:
         mode = graph.graph_dispatch_mode
         if mode in _get_current_dispatch_mode_stack():

@@ -269,10 +269,10 @@ class NpuGraphEx(PackageCompiler):
         lengths = [MIN_KV_LENGTH + index % NUM_LENGTHS for index in range(len(kv_lengths))]
         gc.collect()  # an unused graph that is collected during the capture would give memory back, and be counted
         npu.empty_cache()
-        graph, memory_before = npu.NPUGraph(), npu.memory_reserved()
-        capture = capturing(graph, pool=self._pool, stream=self._stream, auto_dispatch_capture=True)
+        memory_before = npu.memory_reserved()
+        capture = capturing(pool=self._pool, stream=self._stream, auto_dispatch_capture=True)
         try:
-            with torch.no_grad(), capture:
+            with torch.no_grad(), capture as graph:
                 output = run(lengths)
         except RuntimeError as error:
             if not any(OUT_OF_STREAMS in str(cause) for cause in causes(error)):

@@ -138,8 +138,8 @@ class Sample:
 
     def captured(self) -> CapturedRun:
         """``attend`` as a graph that is captured with few keys, to be replayed with other KV lengths."""
-        few, graph = range(MIN_KV_LENGTH, MIN_KV_LENGTH + ENTRIES), npu.NPUGraph()
-        with capturing(graph, auto_dispatch_capture=True):
+        few = range(MIN_KV_LENGTH, MIN_KV_LENGTH + ENTRIES)
+        with capturing(auto_dispatch_capture=True) as graph:
             output = self.attend(few)
         return CapturedRun(graph, self.attend, output, "gate", self.divided(few))
 
