@@ -6,6 +6,7 @@ import ctypes
 import resource
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_npu import npu
 
+from lopa_ascend.backend.npu import hccl
+from lopa_ascend.parallel import mesh
 from tests.npu.lab import attention, cann, capture, collectives, device, units  # noqa: F401
 from tests.npu.lab.constraints import NpuConstraint
+from tests.npu.lab.limits import streams_taken
 from tests.npu.lab.lowering import lower
 from tests.npu.lab.traffic import host_traffic
 
@@ -144,6 +148,21 @@ def test_graphs_of_one_pool_share_memory() -> None:
         address = (x + 1).data_ptr()
     with npu.graph(second, pool=first.pool()):
         assert (x + 2).data_ptr() == address
+
+
+def test_a_communicator_takes_streams_by_its_own_expansion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's tensor parallel one runs on the vector cores, whatever the default."""
+    monkeypatch.delenv(hccl.EXPANSION_VARIABLE, raising=False)
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        tp, bp = (
+            mesh.new_groups(purpose, ranks, timedelta(seconds=10), timeout=60).group_name
+            for purpose, ranks in (("tp", [[0, 1], [2, 3]]), ("bp", [[0, 2], [1, 3]]))
+        )
+        assert streams_taken([frozenset({tp})] * 3) == 3 * 2
+        assert streams_taken([frozenset({tp, bp})] * 3) == 3 * 4 + 40
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_replay_that_waits_for_its_lengths_is_seen() -> None:

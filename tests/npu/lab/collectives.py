@@ -8,7 +8,9 @@ the process.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lopa_ascend.backend.npu import hccl
+from lopa_ascend.parallel import mesh
 from tests.npu.lab import device, traffic, units
 from tests.npu.lab.device import Place, on_npu
 
@@ -60,6 +64,31 @@ def unit_of(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> str:
     """What runs a captured collective of the laboratory; see ``units``."""
     ranks = _resolve_process_group(args[-1]).size()
     return units.unit_of_collective(op._schema.name.removeprefix(f"{NAMESPACE}::"), args[0], ranks)
+
+
+_modes: dict[str, int | None] = {}
+"""By the name of a group its communicator's own expansion mode, if it has one. gloo takes no such option."""
+
+
+def _noted(new_groups: Callable[..., dist.ProcessGroup]) -> Callable[..., dist.ProcessGroup]:
+    def new_groups_noted(purpose: str, ranks: list[list[int]], meeting: timedelta, timeout: int) -> dist.ProcessGroup:
+        group = new_groups(purpose, ranks, meeting, timeout)
+        config = hccl.communicator_options(purpose, timeout).hccl_config
+        _modes[group.group_name] = config.get("hccl_op_expansion_mode")
+        return group
+
+    return new_groups_noted
+
+
+mesh.new_groups = _noted(mesh.new_groups)
+
+
+def expansion(group_name: str) -> str:
+    """Where a communicator is expanded: "AIV" or "AI_CPU". Without a mode of its own the variable says it."""
+    mode = _modes.get(group_name)
+    if mode is None:
+        return "AIV" if os.environ.get(hccl.EXPANSION_VARIABLE) == "AIV" else "AI_CPU"
+    return "AIV" if mode in (hccl.VECTOR_CORES, hccl.VECTOR_CORES_ALONE) else "AI_CPU"
 
 
 def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:

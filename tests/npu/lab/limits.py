@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -10,6 +9,8 @@ from pathlib import Path
 import torch
 import torch_npu
 import yaml
+
+from tests.npu.lab.collectives import expansion
 
 FUNCTIONS = Path("csrc/aten/npu_native_functions_by_codegen.yaml")
 """The file of torch_npu that says which of its two libraries has a kernel of an op: op_api (aclnn) or acl_op, whose
@@ -46,9 +47,8 @@ def streams_taken(graphs: Iterable[frozenset[str]]) -> int:
     """
     groups_of_graphs = list(graphs)
     communicators = frozenset[str]().union(*groups_of_graphs)
-    mode = "AIV" if os.environ.get("HCCL_OP_EXPANSION_MODE") == "AIV" else "AI_CPU"
-    in_graphs = sum(1 + STREAMS_IN_GRAPH[mode] * len(groups) for groups in groups_of_graphs)
-    return in_graphs + STREAMS_OF_COMMUNICATOR[mode] * len(communicators)
+    in_graphs = sum(1 + sum(STREAMS_IN_GRAPH[expansion(name)] for name in groups) for groups in groups_of_graphs)
+    return in_graphs + sum(STREAMS_OF_COMMUNICATOR[expansion(name)] for name in communicators)
 
 
 def refuse_too_many(graphs: Iterable[frozenset[str]]) -> None:
