@@ -20,7 +20,7 @@ def test_median() -> None:
     assert median([3, 1, 2]) == 2
     assert median([4, 1, 3, 2]) == 2.5
 """
-LETTER = [
+LETTER: list[str | Gap] = [
     "Dear Ms. Okafor,\n\nthank you for your order of ",
     Gap(max_tokens=12),
     ". It left our warehouse in ",

@@ -347,7 +347,7 @@ class LLM:
             except ParameterError as error:
                 field = "parts" if error.param in ("gaps", "max_new_tokens", "prompt") else error.param
                 raise type(error)(field, str(error).removeprefix(f"{error.param}: ")) from None
-            unfinished = {0: (request_id, stream)}
+            unfinished: dict[int, tuple[str, OutputStream]] = {0: (request_id, stream)}
             self._updates[request_id] = deque()
             outputs = dict[int, GenerationOutput]()
             try:

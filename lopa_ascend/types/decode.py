@@ -151,7 +151,8 @@ class StepRecord:
     head_rows: int
     """Rows of logits that this rank computed for the request."""
     forced: tuple[Fill, ...] = ()
-    """Under a grammar: what was filled after that without a prediction, because nothing else fits."""
+    """What was filled after that without a prediction: under a grammar because nothing else fits; in a text with gaps
+    what is given, once their lengths are found."""
     remasked: tuple[int, ...] = ()
     """Under a grammar: positions that were filled before the pass, or are among the winner's own, and whose tokens do
     not fit. They were masked again, and are masked still or among ``fills`` and ``forced``."""

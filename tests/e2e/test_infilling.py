@@ -23,7 +23,7 @@ DECODINGS: list[dict[str, Any]] = [
     {"decoding": "lopa", "base": "parallel", "num_branches": 3},
     {"decoding": "lopa", "base": "fast_dllm", "num_branches": 2},
 ]
-PARTS = ["caf\u00e9 the", Gap(tokens=9), " and \U0001f642 the\r\n", Gap(tokens=3), "hello"]
+PARTS: list[str | Gap] = ["caf\u00e9 the", Gap(tokens=9), " and \U0001f642 the\r\n", Gap(tokens=3), "hello"]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_given_text_comes_back_unchanged_and_gaps_in_order(llm: LLM, fields: dic
 
 def test_what_follows_a_gap_is_seen(llm: LLM) -> None:
     params = DecodingParams(decoding="parallel", ignore_eos=True)
-    found = {llm.infill(["the", Gap(tokens=6), behind], params).text[3:-5] for behind in ("hello", "stops")}
+    found = {str(llm.infill(["the", Gap(tokens=6), behind], params).text)[3:-5] for behind in ("hello", "stops")}
     assert len(found) == 2
 
 
@@ -103,9 +103,10 @@ def test_an_end_ends_its_gap_alone(llm: LLM) -> None:
 def test_a_stop_string_ends_its_gap_alone(llm: LLM) -> None:
     params = DecodingParams(decoding="parallel", ignore_eos=True)
     plain = llm.infill(PARTS, params)
-    stop = plain.gaps[0].text[2:4]
+    text = str(plain.gaps[0].text)
+    stop = text[2:4]
     stopped = llm.infill(PARTS, params.with_valid(stop=(stop,)))
-    assert (stopped.gaps[0].text, stopped.gaps[0].stop_reason) == (plain.gaps[0].text[:2], stop)
+    assert (stopped.gaps[0].text, stopped.gaps[0].stop_reason) == (text[:2], stop)
     assert (stopped.gaps[1].finish_reason, stopped.finish_reason) == ("length", "length")
 
 
@@ -118,7 +119,11 @@ def test_what_no_model_could_fill_is_refused(llm: LLM) -> None:
         (["a", Gap(), ""], params, "parts[2]"),
         (["a", Gap(tokens=600)], params, "512"),
         (["a", Gap(tokens=3), "b"], DecodingParams(), 'use decoding "parallel"'),
-        (["a", Gap(tokens=3), "b"], DecodingParams(decoding="parallel", structured_outputs={"json": {}}), "structured"),
+        (
+            ["a", Gap(tokens=3), "b"],
+            DecodingParams.of(decoding="parallel", structured_outputs={"json": {}}),
+            "structured",
+        ),
         (["a", Gap(), "b", Gap()], DecodingParams(decoding="parallel", max_new_tokens=9, min_new_tokens=1), "min_new"),
     ]
     for parts, asked, message in mistakes:
@@ -196,7 +201,8 @@ def test_a_text_with_gaps_comes_back_whole(server: ServerProcess, models: dict[s
     assert [len(gap["logprobs"]["tokens"]) for gap in choice["gaps"]] == [9, 3]
     assert answer["usage"]["completion_tokens"] == 12
 
-    texts, ends, probs = ["", ""], [None, None], [list[float](), list[float]()]
+    texts, probs = ["", ""], [list[float](), list[float]()]
+    ends: list[str | None] = [None, None]
     for chunk in events(server.http.post("/v1/infill", json={**body, "stream": True}).text):
         (part,) = chunk["choices"]
         assert ends[part["gap"]] is None
@@ -204,7 +210,8 @@ def test_a_text_with_gaps_comes_back_whole(server: ServerProcess, models: dict[s
         texts[part["gap"]] += part["text"]
         probs[part["gap"]] += part["logprobs"]["token_logprobs"]
         ends[part["gap"]] = part["finish_reason"]
-    assert (texts, ends) == ([gap.text for gap in expected.gaps], ["length", "length"])
+    assert texts == [gap.text for gap in expected.gaps]
+    assert ends == ["length", "length"]
     assert probs == [gap["logprobs"]["token_logprobs"] for gap in choice["gaps"]]
 
 

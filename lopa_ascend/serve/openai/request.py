@@ -208,19 +208,17 @@ class Planner:
             asked["top_logprobs"], sent_as["top_logprobs"] = top_logprobs, "logprobs"
         if form is not None:
             asked["structured_outputs"], sent_as["structured_outputs"] = form.parameter, form.field
-        choices, fitting = [], dict[int, tuple[DecodingParams, GappedText | None]]()
+        choices, fitting = list[AskedChoice](), dict[int, tuple[DecodingParams, GappedText | None]]()
         given = [len(piece) for piece in rest if isinstance(piece, list)]
-        counts = {"num_given": sum(given), "num_gaps": len(rest) - len(given)}
         try:
             _check_sizes(asked, len(prompts) * (request.n or 1))
             for prompt in prompts:
                 if len(prompt) not in fitting:
                     fitting[len(prompt)] = self._fit(asked, len(prompt), rest, rest_field)
                 params, gapped = fitting[len(prompt)]
-                choices += [
-                    AskedChoice(prompt, _with_own_seed(params, index), gapped=gapped, **counts)
-                    for index in range(request.n or 1)
-                ]
+                for index in range(request.n or 1):
+                    own, num_gaps = _with_own_seed(params, index), len(rest) - len(given)
+                    choices.append(AskedChoice(prompt, own, gapped=gapped, num_given=sum(given), num_gaps=num_gaps))
             if with_logprobs:
                 _check_logprobs(choices)
                 if form is not None and form.kind == "choice":
@@ -288,10 +286,10 @@ class Planner:
             defaults["min_new_tokens"] = max(0, min(defaults["min_new_tokens"], longest))
         return DecodingParams.of(**{**defaults, **asked})
 
-    def encode_field(self, text: str | list[int], field: str) -> list[int]:
+    def encode_field(self, text: str | Sequence[int], field: str) -> list[int]:
         """As ``encode``, for what came in ``field``."""
         try:
-            return self.encode(text)
+            return self.encode(text if isinstance(text, str) else list(text))
         except ParameterError as error:
             raise _renamed(error, {"prompt": field}) from None
 
