@@ -47,7 +47,7 @@ def test_names_are_taken_once() -> None:
 def test_what_is_no_known_name_is_refused_with_the_list(path: Path, model_type: object) -> None:
     values = json.loads((path / "config.json").read_text()) | {"model_type": model_type}
     (path / "config.json").write_text(json.dumps(values))
-    names = "Dream, Fast_dLLM_Qwen, llada, sdar"
+    names = "Dream, Fast_dLLM_Qwen, llada, llada2_moe, sdar"
     found = f"config.json: model_type is {model_type!r}, expected one of {names}; register another with"
     words = re.escape(found)
     with pytest.raises(CheckpointError, match=words):
