@@ -204,7 +204,7 @@ def test_an_installed_architecture_is_served_by_two_groups_of_branches(
 
 
 def test_an_unknown_architecture_is_refused_with_the_list(plain: Path, dream: Path, tmp_path: Path) -> None:
-    known = "Dream, Fast_dLLM_Qwen, sdar"
+    known = "Dream, Fast_dLLM_Qwen, llada, llada2_moe, sdar"
     words = (
         rf"config\.json: model_type is 'PlainDream', expected one of {known}; register .*lopa_ascend\.register_model"
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lopa_ascend.config import DECODINGS, DecodingParams, Limits, ParameterError
+from lopa_ascend.config import DECODINGS, DecodingParams, Limits, ParameterError, decodings
 from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.decode import STRATEGIES, begin, register_decoding
 from lopa_ascend.decode.canvas import Parallel
@@ -339,7 +339,7 @@ def test_the_first_passes_find_lengths_and_fill_nothing() -> None:
         assert (record.index, strategy.num_forwards) == (6, 7)
 
 
-def test_only_a_whole_canvas_has_gaps() -> None:
+def test_only_a_whole_canvas_has_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Limits(
         vocab_size=100,
         mask_token_id=MASK,
@@ -349,6 +349,7 @@ def test_only_a_whole_canvas_has_gaps() -> None:
         max_num_batched_tokens=512,
         max_num_branches=0,
     )
+    monkeypatch.setattr(decodings, "_registered", {})
     register_decoding("windows", type("Windows", (D2F,), {"like": "parallel"}))
     register_decoding("canvases", type("Canvases", (Parallel,), {"like": "parallel"}))
     text = GappedText((MASK, 5))

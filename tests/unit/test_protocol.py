@@ -52,6 +52,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "alg_temp": {"decoding": "vanilla"},
     "block_cache": {"decoding": "fast_dllm"},
     "sub_block_size": {"decoding": "fast_dllm_v2"},
+    "editing_threshold": {"tau_add": 1},
 }
 
 
