@@ -19,8 +19,7 @@ from lopa_ascend.text.stream import start_of_stop
 BEGIN, END = "<tool_call>", "</tool_call>"
 HEAD, MIDDLE, TAIL = f'{BEGIN}\n{{"name": "', '", "arguments": ', f"}}\n{END}"
 """A forced call: head, name, middle, arguments, tail. Neither a name nor JSON has ``TAIL`` in it."""
-MAX_PART = 8
-"""A part of JSON that is refused because its end is missing, such as "fals", has fewer characters."""
+_MARK = re.compile(r'["\\<]')
 _FORCED = re.compile(rf"\n?{re.escape(HEAD)}([^\"]*){re.escape(MIDDLE)}")
 
 
@@ -61,14 +60,21 @@ class ToolCall:
     """One call."""
 
     name: str
-    arguments: str
-    """JSON text. It only grows until the call is complete."""
-    is_complete: bool = True
+    pieces: list[str] = field(default_factory=list)
+    """Its arguments, JSON text, as far as they are known."""
+    is_complete: bool = False
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass
 class ToolCallReader:
     """Splits the growing text of one answer into calls and what else it says.
+
+    A push costs what is new in the text: at most two values of calls that did not end yet cover a character, as a quote
+    that begins a string of one ends a string of the other.
 
     Attributes:
         calls: the calls so far.
@@ -83,98 +89,126 @@ class ToolCallReader:
     is_forced: bool = False
     several: bool = True
     calls: list[ToolCall] = field(default_factory=list)
-    _content: str = ""
     _read: int = 0
-    """Characters that are settled: they belong to a complete call or to the content."""
+    """Characters that are settled: they belong to a call, or have been said."""
+    _seen: int = 0
+    """Characters that need not be looked at again."""
+    _begun: int | None = None
+    """Where the value of a call begins that has not ended: its JSON, or if calls are forced its arguments."""
+    _is_in_string: bool = False
+    """Whether the character after ``_seen`` belongs to a string of that value."""
 
     def push(self, text: str, *, is_final: bool) -> str:
-        """What the answer says beside its calls, so far. It only grows.
+        """What the answer says beside its calls, as far as it is new.
 
         Args:
             text: the whole text so far.
             is_final: nothing follows.
         """
+        said = list[str]()
         if not self.names:
-            return text
-        if self.is_forced:
-            self._read_forced(text, is_final)
-        else:
-            while self._read_next(text, is_final):
-                pass
-        return self._content
+            self._say(text, len(text), said, keep_space=True)
+        advance = self._read_forced if self.is_forced else self._read_next
+        while self.names and advance(text, is_final, said):
+            pass
+        return "".join(said)
 
-    def _read_forced(self, text: str, is_final: bool) -> None:
-        while match := _FORCED.match(text, self._read):
-            begin, end = match.end(), text.find(TAIL, match.end())
-            if self.calls and not self.calls[-1].is_complete:
-                self.calls.pop()
-            if end < 0:
-                so_far = text[begin:] if is_final else text[begin : max(begin, start_of_stop(text, (TAIL,)))]
-                self.calls.append(ToolCall(match[1], so_far, is_complete=False))
-                return
-            self.calls.append(ToolCall(match[1], text[begin:end]))
-            self._read = end + len(TAIL)
+    def _read_forced(self, text: str, is_final: bool, said: list[str]) -> bool:
+        """Takes what is new of a call; returns whether it is whole. Nothing is said beside forced calls."""
+        if self._begun is None:
+            match = _FORCED.match(text, self._read)
+            if match is None:
+                return False
+            self.calls.append(ToolCall(match[1]))
+            self._begun = self._read = match.end()
+        call, end = self.calls[-1], text.find(TAIL, self._read)
+        known = end if end >= 0 else max(self._read, start_of_stop(text, (TAIL,)))
+        if is_final and end < 0:
+            call.is_complete = arguments_of(text[self._begun : known]) is not None
+            if not call.is_complete:  # what may begin TAIL belongs to the arguments
+                known = len(text)
+                call.is_complete = arguments_of(text[self._begun :]) is not None
+        call.pieces.append(text[self._read : known])
+        self._read = known
+        if end >= 0:
+            call.is_complete, self._begun, self._read = True, None, end + len(TAIL)
+        return end >= 0
 
-    def _read_next(self, text: str, is_final: bool) -> bool:
+    def _read_next(self, text: str, is_final: bool, said: list[str]) -> bool:
         """Settles the text up to the next call, and the call; returns whether more can be settled."""
-        begin = text.find(BEGIN, self._read)
-        if begin < 0:
-            end = len(text) if is_final else start_of_stop(text, (BEGIN,))
-            self._say(text, end, keep_space=is_final and not self.calls)
+        if self._begun is None:
+            begin = text.find(BEGIN, self._seen)
+            if begin < 0:
+                end = len(text) if is_final else start_of_stop(text, (BEGIN,))
+                self._say(text, end, said, keep_space=is_final and not self.calls)
+                return False
+            self._say(text, begin, said, keep_space=False)
+            self._begun = self._seen = begin + len(BEGIN)
+            self._is_in_string = False
+        end = self._end_of_value(text)
+        rest = text[end : end + len(END)]
+        if not is_final and rest != END and END.startswith(rest):
             return False
-        if END in text[begin:] or is_final:
-            found = self._call_at(text, begin + len(BEGIN))
-            if found is not None:
-                call, end = found
-                self._say(text, begin, keep_space=False)
-                if self.several or not self.calls:
-                    self.calls.append(call)
-                self._read = end
-                return True
-            if is_final or not _is_open(text, begin + len(BEGIN)):
-                self._say(text, begin + len(BEGIN), keep_space=True)
-                return True
-        self._say(text, begin, keep_space=False)
-        return False
+        call = _call_of(text[self._begun : end]) if rest in (END, "") else None
+        if call is None or call.name not in self.names:
+            self._say(text, self._begun, said, keep_space=True)
+        else:
+            if self.several or not self.calls:
+                self.calls.append(call)
+            self._read = self._seen = end + len(rest)
+        self._begun = None
+        return True
 
-    def _say(self, text: str, end: int, *, keep_space: bool) -> None:
-        """Adds the text up to ``end`` to the content; without ``keep_space`` white space at its end stays unsettled, or
-        is dropped with what is settled next."""
-        piece = text[self._read : max(end, self._read)]
-        piece = piece if keep_space else piece.rstrip()
-        self._content += piece
-        self._read += len(piece)
+    def _end_of_value(self, text: str) -> int:
+        """Where the value ends that has begun: before the first "<" outside of its strings, or what JSON never has
+        there; or all that there is of it."""
+        while match := _MARK.search(text, self._seen):
+            mark, self._seen = match[0], match.start()
+            if not self._is_in_string and mark != '"':
+                return self._seen
+            if mark == "\\" and match.end() == len(text):  # what it escapes has not come yet
+                break
+            self._is_in_string ^= mark == '"'
+            self._seen = match.end() + (mark == "\\")
+        else:
+            self._seen = len(text)
+        return len(text)
 
-    def _call_at(self, text: str, begin: int) -> tuple[ToolCall, int] | None:
-        """The call whose JSON begins at ``begin`` or after white space there, and where it ends; None if there is
-        none."""
-        begin = _after_space(text, begin)
-        try:
-            value, end = json.JSONDecoder().raw_decode(text, begin)
-        except (ValueError, RecursionError):
-            return None
-        end = _after_space(text, end)
-        if not text.startswith(END, end) or not isinstance(value, dict):
-            return None
-        name, arguments = value.get("name"), value.get("arguments", {})
-        if not isinstance(name, str) or name not in self.names or not isinstance(arguments, dict):
-            return None
-        return ToolCall(name, json.dumps(arguments, ensure_ascii=False)), end + len(END)
+    def _say(self, text: str, end: int, said: list[str], *, keep_space: bool) -> None:
+        """Says the text up to ``end``; without ``keep_space`` white space at its end stays unsettled, or is dropped with
+        what is settled next."""
+        if keep_space:
+            said.append(text[self._read : end])
+            self._read = end
+        elif piece := text[self._seen : end].rstrip():
+            said.append(text[self._read : self._seen] + piece)
+            self._read = self._seen + len(piece)
+        self._seen = end
 
 
-def _is_open(text: str, begin: int) -> bool:
-    """Whether what is there of a call's JSON may become one: ``END`` stands in a string of it."""
+def _call_of(text: str) -> ToolCall | None:
+    """The call that a text is, in the forms that models write; None if it is none."""
+    value = _object_of(text)
+    if value is None or not isinstance(name := value.get("name"), str):
+        return None
+    arguments = next((value[key] for key in ("arguments", "parameters") if value.get(key) is not None), {})
+    if isinstance(arguments, str):
+        arguments = arguments_of(arguments)
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(name, [json.dumps(arguments, ensure_ascii=False)], is_complete=True)
+
+
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """The arguments of a call, of which nothing and null stand for none; None if the text is no object."""
+    return {} if text.strip() in ("", "null") else _object_of(text)
+
+
+def _object_of(text: str) -> dict[str, Any] | None:
+    """The object that a text is in JSON, which knows neither halves of characters nor numbers that are not finite."""
     try:
-        _, end = json.JSONDecoder().raw_decode(text, _after_space(text, begin))
-    except json.JSONDecodeError as error:
-        is_at_end = error.pos + MAX_PART > len(text.rstrip())
-        return is_at_end or error.msg.startswith("Unterminated string")
-    except RecursionError:
-        return False
-    return END.startswith(text[_after_space(text, end) :])
-
-
-def _after_space(text: str, begin: int) -> int:
-    while begin < len(text) and text[begin].isspace():
-        begin += 1
-    return begin
+        value = json.loads(text.strip())
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -356,7 +356,11 @@ class ResponseWriter(Writer):
         self.id = f"resp_{uuid.uuid4().hex}"
         self._calls = Calls(request.callable)
         self._items: list[Json] = []
-        """The output so far: the message once there is text, and a call each."""
+        """The output so far: the message once there is text, and a call each. The text comes in pieces."""
+        self._message: int | None = None
+        """Which of these is the message."""
+        self._last_call = 0
+        """Which of these is the last call."""
         self._num_prompt = len(choice.prompt_token_ids)
         params = choice.params
         reasoning = request.reasoning or Reasoning()
@@ -431,14 +435,15 @@ class ResponseWriter(Writer):
     def _say(self, new: str) -> list[Json]:
         """Adds text to the message, which begins with it unless there is one."""
         events = []
-        index = next((index for index, item in enumerate(self._items) if item["type"] == "message"), len(self._items))
-        if index == len(self._items):
+        index = len(self._items) if self._message is None else self._message
+        if self._message is None:
+            self._message = index
             head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
-            self._items.append({**head, "text": ""})
+            self._items.append({**head, "pieces": []})
             added = {**head, "status": "in_progress", "content": []}
             events.append(self._of_item("response.output_item.added", index, item=added))
             events.append(self._of_part("response.content_part.added", index, part=_text_part("")))
-        self._items[index]["text"] += new
+        self._items[index]["pieces"].append(new)
         if new:
             events.append(self._of_part("response.output_text.delta", index, delta=new, logprobs=[]))
         return events
@@ -448,11 +453,12 @@ class ResponseWriter(Writer):
         function, events = piece["function"], []
         if "name" in function:
             head = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": piece["id"]}
-            self._items.append({**head, "name": function["name"], "arguments": "", "number": piece["index"]})
+            self._last_call = len(self._items)
+            self._items.append({**head, "name": function["name"], "pieces": [], "number": piece["index"]})
             added = {**head, "name": function["name"], "arguments": "", "status": "in_progress"}
-            events.append(self._of_item("response.output_item.added", len(self._items) - 1, item=added))
-        index = next(index for index, item in enumerate(self._items) if item.get("number") == piece["index"])
-        self._items[index]["arguments"] += function["arguments"]
+            events.append(self._of_item("response.output_item.added", self._last_call, item=added))
+        index = self._last_call
+        self._items[index]["pieces"].append(function["arguments"])
         if function["arguments"]:
             values = {"item_id": self._items[index]["id"], "delta": function["arguments"]}
             events.append(self._of_item("response.function_call_arguments.delta", index, **values))
@@ -463,11 +469,12 @@ class ResponseWriter(Writer):
         own_status = status if status in ITEM_STATUSES else "incomplete"
         output = []
         for item in self._items:
+            text = "".join(item["pieces"])
             if item["type"] == "message":
                 message = {name: item[name] for name in ("id", "type", "role")}
-                output.append({**message, "status": own_status, "content": [_text_part(item["text"])]})
+                output.append({**message, "status": own_status, "content": [_text_part(text)]})
             else:
-                call = {name: item[name] for name in ("id", "type", "call_id", "name", "arguments")}
+                call = {name: item[name] for name in ("id", "type", "call_id", "name")} | {"arguments": text}
                 is_complete = self._calls.is_complete(item["number"])
                 output.append({**call, "status": "completed" if is_complete else "incomplete"})
         return output

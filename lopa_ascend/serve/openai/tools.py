@@ -309,10 +309,8 @@ class Calls:
         self._reader = tools.reader()
         self._ids: list[str] = []
         """Of the calls that have been sent."""
-        self._num_said = 0
-        """Characters of the text that have been sent."""
-        self._arguments: list[str] = []
-        """By call what of its arguments has been sent."""
+        self._num_sent = 0
+        """Pieces of the arguments of the last of these that have been sent."""
 
     def push(self, text: str, *, is_final: bool) -> tuple[str, list[Json]]:
         """What is new: of the text beside calls, and of calls. A call's first piece has its name, and the others pieces
@@ -322,18 +320,17 @@ class Calls:
             text: of the model, so far.
             is_final: nothing follows.
         """
-        said = self._reader.push(text, is_final=is_final)
-        new, self._num_said = said[self._num_said :], len(said)
+        new = self._reader.push(text, is_final=is_final)
         pieces = []
-        for index, call in enumerate(self._reader.calls):
+        for index, call in enumerate(self._reader.calls[max(0, len(self._ids) - 1) :], max(0, len(self._ids) - 1)):
             if index == len(self._ids):
                 self._ids.append(new_call_id())
-                self._arguments.append("")
+                self._num_sent = 0
                 head = {"index": index, "id": self._ids[index], "type": "function"}
                 pieces.append({**head, "function": {"name": call.name, "arguments": ""}})
-            if arguments := call.arguments[len(self._arguments[index]) :]:
+            if arguments := "".join(call.pieces[self._num_sent :]):
                 pieces.append({"index": index, "function": {"arguments": arguments}})
-                self._arguments[index] = call.arguments
+            self._num_sent = len(call.pieces)
         return new, pieces
 
     def whole(self) -> list[Json]:
