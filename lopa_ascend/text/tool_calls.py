@@ -175,8 +175,8 @@ class ToolCallReader:
         return len(text)
 
     def _say(self, text: str, end: int, said: list[str], *, keep_space: bool) -> None:
-        """Says the text up to ``end``; without ``keep_space`` white space at its end stays unsettled, or is dropped with
-        what is settled next."""
+        """Says the text up to ``end``. Without ``keep_space`` white space at its end stays unsettled, or is dropped
+        with what is settled next."""
         if keep_space:
             said.append(text[self._read : end])
             self._read = end

@@ -25,6 +25,7 @@ from lopa_ascend.serve.openai.fields import (
     REASONING_ITEM,
     REQUEST,
     STREAM_OPTIONS,
+    TOOL,
     Ignored,
     Objects,
 )
@@ -115,6 +116,7 @@ VALUES: dict[Any, Any] = {
     bool: True,
     dict[str, Any]: {"a": "b"},
     Objects: [{"a": 1}],
+    list[str]: ["direct"],
     int | str: 3,
     Any: {"answer": [7]},
 }
@@ -133,12 +135,20 @@ RESPONSE_CALLING = {
         {"type": "function_call_output", "call_id": "c", "output": "2"},
     ]
 }
+ADD = {"name": "add", "parameters": {"type": "object"}}
+WITH_TOOLS = {**CALLING, "tools": [{"type": "function", "function": ADD}]}
+RESPONSE_WITH_TOOLS = {**RESPONSE_CALLING, "tools": [{"type": "function", **ADD}]}
 WHERE: dict[str, list[tuple[type[Body], dict[str, Any], Path]]] = {
     REQUEST: [(model, body, ()) for model, body in BODIES[:5]],
     STREAM_OPTIONS: [(CompletionRequest, PROMPT, ("stream_options",)), (ChatRequest, CHAT, ("stream_options",))],
     MESSAGE: [(ChatRequest, CHAT, ("messages", 1)), (ResponseRequest, RESPONSE, ("input", 1))],
     PART: [(ChatRequest, CHAT, ("messages", 0, "content", 0)), (ResponseRequest, RESPONSE, ("input", 0, "content", 0))],
     REASONING_ITEM: [(ResponseRequest, RESPONSE, ("input", 2))],
+    TOOL: [
+        (ChatRequest, WITH_TOOLS, ("tools", 0)),
+        (ChatRequest, WITH_TOOLS, ("tools", 0, "function")),
+        (ResponseRequest, RESPONSE_WITH_TOOLS, ("tools", 0)),
+    ],
     CALL: [(ChatRequest, CALLING, ("messages", 1, "tool_calls", 0))],
     CALLED: [(ChatRequest, CALLING, ("messages", 1, "tool_calls", 0, "function"))],
     CALL_ITEM: [(ResponseRequest, RESPONSE_CALLING, ("input", 1)), (ResponseRequest, RESPONSE_CALLING, ("input", 2))],
@@ -147,9 +157,10 @@ WHERE: dict[str, list[tuple[type[Body], dict[str, Any], Path]]] = {
 
 def said(body: Any) -> Any:
     """What of a body reaches the chat template."""
+    tools = body.callable.as_template_input() if hasattr(body, "callable") else []
     if isinstance(body, ResponseRequest):
-        return body.as_template_input()
-    return [message.as_template_input() for message in getattr(body, "messages", ())]
+        return [*body.as_template_input(), *tools]
+    return [*(message.as_template_input() for message in getattr(body, "messages", ())), *tools]
 
 
 @pytest.mark.parametrize("row", IGNORED, ids=lambda row: f"{row.where}.{row.field}")

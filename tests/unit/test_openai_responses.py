@@ -73,9 +73,9 @@ def item(**fields: Any) -> dict[str, Any]:
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": 1}]}, "input[0].output", "text parts"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments", "missing"),
         (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1]"}]},
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": [1]}]},
             "input[0].arguments",
-            "JSON of an object",
+            "string",
         ),
         (item(type="web_search_call"), "input[1].type", "send calls of functions"),
         (item(type="item_reference", id="msg_1"), "input[1].type", "item_reference"),

@@ -100,7 +100,7 @@ COSTLY = {
     "beginnings": "<tool_call>",
     "beginnings of objects": "<tool_call>{",
     "strings": '<tool_call>{"a": "',
-    "escapes": r'<tool_call>\"',
+    "escapes": r"<tool_call>\"",
     "strings that change places": '<tool_call>["","',
     "ends in a string": '</tool_call>"',
     "space": " ",

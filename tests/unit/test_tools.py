@@ -95,6 +95,103 @@ def test_the_template_gets_tools_calls_and_results() -> None:
     assert json.dumps(TOOLS[0]) not in shown(chat(tools=TOOLS, tool_choice="none"))
 
 
+def called_with(arguments: Any, template: str) -> list[str]:
+    """How the template shows a call with these arguments, from chat and from Responses."""
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "tool_calls": [{"function": {}}]}]
+    messages[1]["tool_calls"] = [{**CALL, "function": {"name": "add", "arguments": arguments}}]
+    items = [messages[0], {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": arguments}]
+    plan, found = planner(template), []
+    for request in (chat(messages=messages), asked(ResponseRequest, input=items, max_output_tokens=64)):
+        (choice,) = request.plan(plan)
+        assert plan.prompts.tokenizer is not None
+        text = plan.prompts.tokenizer.decode(choice.prompt_token_ids, skip_special_tokens=False)
+        found.append(text.partition('"arguments": ')[2].partition("}\n</tool_call>")[0])
+    return found
+
+
+AS_TEXT = TEMPLATE.replace(
+    "call.function.arguments | tojson",
+    "call.function.arguments if call.function.arguments is string else call.function.arguments | tojson",
+)
+"""As Qwen3's template writes calls."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"a": 1}', '{"a": 1}'),
+        ({"a": 1}, '{"a": 1}'),
+        *[(nothing, "{}") for nothing in ("", "null", " {} ", None)],
+        *[
+            (text, text)
+            for text in ('{"a":"84. So', "[]", "[1]", "7", '{"a": NaN}', '{"a": 1e400}', r'{"a": "\ud83d"}')
+        ],
+    ],
+)
+def test_arguments_in_a_conversation_are_an_object_or_shown_as_they_are(arguments: Any, expected: str) -> None:
+    assert called_with(arguments, AS_TEXT) == [expected, expected]
+    quoted = expected if expected in ("{}", '{"a": 1}') else json.dumps(expected)
+    assert called_with(arguments, TEMPLATE) == [quoted, quoted]
+
+
+def test_the_result_of_a_call_may_be_empty() -> None:
+    for empty in ("", [], None):
+        messages = [{"role": "tool", "tool_call_id": "call_1", "content": empty}]
+        items = [{"type": "function_call_output", "call_id": "call_1", "output": empty}]
+        for request in (chat(messages=messages), asked(ResponseRequest, input=items, max_output_tokens=64)):
+            assert "<|im_start|>tool\n<|im_end|>" in shown(request)
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"type": "local_shell"},
+    {"type": "web_search", "external_web_access": True},
+    {
+        "type": "custom",
+        "name": "apply_patch",
+        "format": {"type": "grammar", "syntax": "lark", "definition": "start: X"},
+    },
+    {"type": "namespace", "name": "mcp", "tools": [{"type": "function", "name": "x"}]},
+]
+
+
+def test_tools_of_other_kinds_are_left_out_beside_functions() -> None:
+    for kind in OTHERS:
+        assert shown(chat(tools=[kind, *TOOLS])) == shown(chat(tools=TOOLS))
+        request = asked(ResponseRequest, input="hello", tools=[kind, *FLAT], max_output_tokens=64)
+        assert shown(request) == shown(asked(ResponseRequest, input="hello", tools=FLAT, max_output_tokens=64))
+        writer = request.writer(PLANNER, "m", request.plan(PLANNER))
+        assert writer.whole([output_of("x")])["tools"][0] == kind
+    found, _ = refusal(lambda: chat(tools=[OTHERS[0], *tool(parameters={"type": "array"})]))
+    assert found == "tools[3].function.parameters"
+    assert refusal(lambda: chat(tools=OTHERS))[0] == "tools[0].type"
+
+
+def allowed(mode: str, *names: str) -> tuple[Any, Any]:
+    """The choice of some functions, for chat and for Responses."""
+    nested = [{"type": "function", "function": {"name": name}} for name in names]
+    flat = [{"type": "function", "name": name} for name in names]
+    of_chat = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": nested}}
+    return of_chat, {"type": "allowed_tools", "mode": mode, "tools": flat}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_as_if_there_were_no_others(mode: str) -> None:
+    of_chat, of_response = allowed(mode, "get")
+    alone, some = chat(tools=TOOLS[1:], tool_choice=mode), chat(tools=TOOLS, tool_choice=of_chat)
+    response = asked(ResponseRequest, input="hello", tools=FLAT, tool_choice=of_response, max_output_tokens=64)
+    assert shown(some) == shown(alone) == shown(response)
+    assert some.callable.callable().keys() == response.callable.callable().keys() == {"get"}
+    assert some.callable.is_forced is response.callable.is_forced is (mode == "required")
+    if mode == "required":
+        assert matches(some, GET_CALLED)
+        assert not matches(some, CALLED)
+    assert response.writer(PLANNER, "m", response.plan(PLANNER)).whole([output_of("x")])["tool_choice"] == of_response
+    other, place = allowed(mode, "get", "go"), "tool_choice.allowed_tools.tools[1].function.name"
+    assert refusal(lambda: chat(tools=TOOLS, tool_choice=other[0]).plan(PLANNER))[0] == place
+    response = asked(ResponseRequest, input="hello", tools=FLAT, tool_choice=other[1])
+    assert refusal(lambda: response.plan(PLANNER))[0] == "tool_choice.tools[1].name"
+
+
 def test_a_template_that_knows_no_tools_is_told_of_none() -> None:
     plain = planner(None)
     with pytest.raises(ParameterError, match="knows no tools") as refused:
@@ -221,6 +318,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "'add', 'get'",
     ),
     ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "'required'"),
+    ({"tools": TOOLS, "tool_choice": {"type": "custom", "name": "x"}}, "tool_choice.type", "'function'"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "missing"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function", "missing"),
+    ({"tools": TOOLS, "tool_choice": 7}, "tool_choice", "string"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": NAMED}, "tool_choice.function.name", "no function"),
     ({"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "cannot be combined with tools"),

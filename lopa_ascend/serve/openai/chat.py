@@ -28,7 +28,7 @@ from lopa_ascend.serve.openai.request import (
     MAX_MESSAGES,
     GenerationRequest,
     Planner,
-    drop_tools_without_choice,
+    tidy_tools,
 )
 from lopa_ascend.serve.openai.structured import ResponseFormat, response_form, texts_of
 from lopa_ascend.serve.openai.tools import (
@@ -36,9 +36,8 @@ from lopa_ascend.serve.openai.tools import (
     MAX_TOOLS,
     PARALLEL,
     TOOL_CHOICE,
-    ChatTool,
-    ChatToolChoice,
-    Choice,
+    AnyChatChoice,
+    AnyChatTool,
     MessageCall,
     Tools,
     chat_tools,
@@ -111,15 +110,15 @@ class Message(Body):
                 del values[field]
             elif field in values and role in ROLES and role != own_role:
                 raise unsupported(field, f"belongs to the role {own_role!r}, and this message has {shown(role)}")
-        if values.get("role") == "assistant" and values.get("content") in (None, []):
-            values["content"] = ""  # clients keep an empty answer so
+        if values.get("role") in ("assistant", "tool") and values.get("content") in (None, []):
+            values["content"] = ""  # clients keep an empty answer, or result, so
 
     @classmethod
     def complete_schema(cls, schema: Json) -> None:
         super().complete_schema(schema)
         schema["required"].remove("content")
         schema["else"] = {"required": ["content"]}
-        schema["if"] = {"properties": {"role": {"const": "assistant"}}}
+        schema["if"] = {"properties": {"role": {"enum": ["assistant", "tool"]}}}
 
     def as_template_input(self) -> Json:
         """The message as the chat template takes it."""
@@ -159,15 +158,15 @@ class ChatRequest(GenerationRequest):
     )
 
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+    tools: Annotated[list[AnyChatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         None, description="Functions that the answer may call."
     )
-    tool_choice: Choice | ChatToolChoice | None = Field(None, description=TOOL_CHOICE)
+    tool_choice: AnyChatChoice | None = Field(None, description=TOOL_CHOICE)
     parallel_tool_calls: bool | None = Field(None, description=PARALLEL)
 
     @classmethod
     def tidy(cls, values: dict[str, Any]) -> None:
-        drop_tools_without_choice(values)
+        tidy_tools(values)
 
     @property
     def callable(self) -> Tools:

@@ -17,6 +17,7 @@ STREAM_OPTIONS = "stream_options"
 MESSAGE = "messages[], input[]"
 PART = "messages[].content[], input[].content[]"
 REASONING_ITEM = 'input[] of the type "reasoning"'
+TOOL = "tools[], tools[].function"
 CALL_ITEM = 'input[] of the types "function_call" and "function_call_output"'
 CALL = "messages[].tool_calls[]"
 CALLED = "messages[].tool_calls[].function"
@@ -26,6 +27,13 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 _EARLIER_REASONING = "The template gets what was said, and not the reasoning before it."
 _OWN_CACHE = "The cache of prefixes needs no hints, and changes no answer."
 _LABEL = "A label for the client's own records."
+_COPIES = (
+    ("cache_control", dict[str, Any], _OWN_CACHE),
+    ("provider_specific_fields", dict[str, Any], "litellm's copy of an earlier answer's other fields."),
+    ("extra_content", dict[str, Any], "A copy of what another server's answer had."),
+    ("thought_signature", str, "Another server's mark of an earlier answer."),
+)
+"""What clients of several servers keep with each part of a conversation: field, type, and why it changes nothing."""
 
 
 class Ignored(NamedTuple):
@@ -44,6 +52,7 @@ IGNORED = (
     Ignored("user", REQUEST, str, "Says for whom the client asks."),
     Ignored("safety_identifier", REQUEST, str, "Says for whom the client asks."),
     Ignored("metadata", REQUEST, dict[str, Any], _LABEL),
+    Ignored("client_metadata", REQUEST, dict[str, Any], _LABEL),
     Ignored("store", REQUEST, bool, "Nothing is kept."),
     Ignored("service_tier", REQUEST, str, "There is one."),
     Ignored("reasoning_effort", REQUEST, str, "There is no reasoning apart from the answer."),
@@ -63,8 +72,6 @@ IGNORED = (
     Ignored("reasoning_content", MESSAGE, str, _EARLIER_REASONING),
     Ignored("reasoning_details", MESSAGE, Objects, _EARLIER_REASONING),
     Ignored("thinking_blocks", MESSAGE, Objects, _EARLIER_REASONING),
-    Ignored("provider_specific_fields", MESSAGE, dict[str, Any], "litellm's copy of an earlier answer's other fields."),
-    Ignored("cache_control", MESSAGE, dict[str, Any], _OWN_CACHE),
     Ignored("id", PART, str, _LABEL),
     Ignored("name", PART, str, _LABEL),
     Ignored("index", PART, int | str, "The place of an earlier answer's part in its stream."),
@@ -72,7 +79,6 @@ IGNORED = (
     Ignored("parsed", PART, Any, "The text, as the client has parsed it."),
     Ignored("annotations", PART, Objects, "Links that go with the text."),
     Ignored("logprobs", PART, Objects, "How probable an earlier answer was."),
-    Ignored("cache_control", PART, dict[str, Any], _OWN_CACHE),
     Ignored("prompt_cache_breakpoint", PART, dict[str, Any], _OWN_CACHE),
     Ignored("index", CALL, int | str, "The place of an earlier answer's call in its stream."),
     Ignored("parsed_arguments", CALLED, Any, "The arguments, as the client has parsed them."),
@@ -84,6 +90,17 @@ IGNORED = (
     Ignored("summary", REASONING_ITEM, Objects, _EARLIER_REASONING),
     Ignored("content", REASONING_ITEM, Objects, _EARLIER_REASONING),
     Ignored("encrypted_content", REASONING_ITEM, str, _EARLIER_REASONING),
+    Ignored("strict", TOOL, bool, "Calls that tool_choice forces always have such arguments."),
+    Ignored("defer_loading", TOOL, bool, "The model is told of all functions at once."),
+    Ignored("output_schema", TOOL, dict[str, Any], "The model is told of the arguments."),
+    Ignored("input_examples", TOOL, Objects, "The model is told of the arguments by their schema."),
+    Ignored("allowed_callers", TOOL, list[str], "The model alone calls functions."),
+    Ignored("caller", CALL_ITEM, dict[str, Any], "The model alone calls functions."),
+    *(
+        Ignored(field, where, kind, why)
+        for where in (MESSAGE, PART, TOOL, CALL, CALLED, CALL_ITEM, REASONING_ITEM)
+        for field, kind, why in _COPIES
+    ),
 )
 """What is taken wherever it stands, with any value of its type. The API's description shows the table."""
 

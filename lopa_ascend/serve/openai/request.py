@@ -26,7 +26,7 @@ from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.decoding_fields import with_decoding_parameters
 from lopa_ascend.serve.openai.fields import HARMLESS, INSTEAD, REQUEST, STREAM_OPTIONS, ignoring
 from lopa_ascend.serve.openai.structured import Form, asked_form, calling_form, placed
-from lopa_ascend.serve.openai.tools import Tools
+from lopa_ascend.serve.openai.tools import Tools, check_kinds
 from lopa_ascend.text.gaps import Gap, Piece, gapped_text
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.types import GappedText
@@ -106,10 +106,13 @@ class GenerationRequest(AnsweredRequest):
         return self.always_streams or bool(self.stream)
 
 
-def drop_tools_without_choice(values: dict[str, Any]) -> None:
-    """Removes the list of tools if no tool may be called: then the list changes nothing."""
-    if values.get("tool_choice") == "none" and isinstance(values.get("tools"), list):
-        del values["tools"]
+def tidy_tools(values: dict[str, Any]) -> None:
+    """Removes the list of tools if no tool may be called, as it changes nothing then. Refuses one without functions."""
+    if isinstance(tools := values.get("tools"), list):
+        if values.get("tool_choice") == "none":
+            del values["tools"]
+        else:
+            check_kinds(tools)
 
 
 # ---- planning --------------------------------------------------------------------------------------------------------

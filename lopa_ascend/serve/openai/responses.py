@@ -25,18 +25,19 @@ from lopa_ascend.serve.openai.request import (
     MAX_MESSAGES,
     GenerationRequest,
     Planner,
-    drop_tools_without_choice,
+    tidy_tools,
 )
 from lopa_ascend.serve.openai.structured import TextFormat, text_form
 from lopa_ascend.serve.openai.tools import (
     MAX_TOOLS,
     PARALLEL,
     TOOL_CHOICE,
+    AnyResponseChoice,
+    AnyResponseTool,
     CallItem,
     Calls,
-    Choice,
+    OtherTool,
     ResponseTool,
-    ResponseToolChoice,
     Tools,
     response_tools,
 )
@@ -78,6 +79,12 @@ class CallOutputItem(Body):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
+    name: str | None = Field(None, description=WITHOUT_EFFECT)
+
+    @classmethod
+    def tidy(cls, values: dict[str, Any]) -> None:
+        if values.get("output") in (None, []):
+            values["output"] = ""  # of a function that returns nothing
 
     def as_template_input(self) -> Json:
         """The message that tells the model the result."""
@@ -104,6 +111,8 @@ def _check_item(item: object) -> object:
     if kind is not None and (not isinstance(kind, str) or kind not in ITEMS):
         instead = ITEM_INSTEAD.get(str(kind), "send calls of functions" if "call" in str(kind)[:100] else None)
         raise unsupported("type", f"must be {' or '.join(map(repr, ITEMS))}, got {shown(kind)}", instead)
+    if kind == "function_call" and isinstance(item, dict) and item.get("arguments", "") is None:
+        return {**item, "arguments": ""}
     return item
 
 
@@ -196,10 +205,10 @@ class ResponseRequest(GenerationRequest):
     store: bool | None = Field(
         None, description="Taken, and without effect: nothing is kept, and the answer says store: false."
     )
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+    tools: Annotated[list[AnyResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         None, description="Functions that the answer may call."
     )
-    tool_choice: Choice | ResponseToolChoice | None = Field(None, description=TOOL_CHOICE)
+    tool_choice: AnyResponseChoice | None = Field(None, description=TOOL_CHOICE)
     parallel_tool_calls: bool | None = Field(None, description=PARALLEL)
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -227,7 +236,7 @@ class ResponseRequest(GenerationRequest):
 
     @classmethod
     def tidy(cls, values: dict[str, Any]) -> None:
-        drop_tools_without_choice(values)
+        tidy_tools(values)
 
     def plan(self, planner: Planner) -> list[AskedChoice]:
         response_format = text_form(self.text.format if self.text else None)
@@ -380,7 +389,7 @@ class ResponseWriter(Writer):
             "store": False,
             "previous_response_id": None,
             "background": False,
-            "tools": [tool.model_dump() for tool in request.tools or ()],
+            "tools": [_as_sent(tool) for tool in request.tools or ()],
             "tool_choice": _dumped(request.tool_choice) or "auto",
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
@@ -531,6 +540,12 @@ class ResponseWriter(Writer):
             "stop_reason": output.stop_reason,
             "seed": output.seed,
         }
+
+
+def _as_sent(tool: ResponseTool | OtherTool) -> Json:
+    """A tool, with what OpenAI's functions always have."""
+    always = dict.fromkeys(("parameters", "strict")) if isinstance(tool, ResponseTool) else {}
+    return always | tool.model_dump(exclude_none=True)
 
 
 def _dumped(value: Body | str | None) -> Any:

@@ -6,22 +6,26 @@ Chat completions and Responses write the same things with other names. Here they
 from __future__ import annotations
 
 import json
+import logging
 import re
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.config.files import shown
-from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body, unsupported
+from lopa_ascend.serve.http.body import Body, unsupported
 from lopa_ascend.serve.http.encoding import Json
-from lopa_ascend.serve.openai.fields import CALL, CALL_ITEM, CALLED, INSTEAD, ignoring
+from lopa_ascend.serve.openai.fields import CALL, CALL_ITEM, CALLED, INSTEAD, TOOL, ignoring
 from lopa_ascend.text.schemas import closed, parts
-from lopa_ascend.text.tool_calls import ToolCallReader, call_grammar
+from lopa_ascend.text.tool_calls import ToolCallReader, arguments_of, call_grammar
 from lopa_ascend.types import GenerationOutput
+
+logger = logging.getLogger("uvicorn.error")
 
 MAX_TOOLS = 128
 """Most functions of a request; OpenAI's limit."""
@@ -39,6 +43,7 @@ def _check_name(name: str) -> str:
     return name
 
 
+F = TypeVar("F", bound="Function")
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
 
@@ -62,6 +67,7 @@ def _check_parameters(schema: dict[str, Any] | None) -> dict[str, Any] | None:
 Name = Annotated[str, AfterValidator(_check_name)]
 
 
+@ignoring(TOOL)
 class Function(Body):
     """What a model is told of a function."""
 
@@ -70,32 +76,55 @@ class Function(Body):
     parameters: Annotated[dict[str, Any] | None, AfterValidator(_check_parameters)] = Field(
         None, description="JSON Schema of the arguments, an object. Default: there are none."
     )
-    strict: bool | None = Field(
-        None, description=f"{WITHOUT_EFFECT} Calls that tool_choice forces always have such arguments."
-    )
 
 
+@ignoring(TOOL)
 class ChatTool(Body):
     type: Literal["function"]
     function: Function
-
-    @classmethod
-    def tidy(cls, values: dict[str, Any]) -> None:
-        _refuse_type(values)
 
 
 class ResponseTool(Function):
     type: Literal["function"]
 
-    @classmethod
-    def tidy(cls, values: dict[str, Any]) -> None:
-        _refuse_type(values)
+
+class OtherTool(Body):
+    """A tool that is no function. The model can call none, so it is not told of it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(description="Left out if there are functions besides; otherwise refused.")
 
 
-def _refuse_type(values: dict[str, Any]) -> None:
-    """Refuses tools that are no functions, before their fields would be called unknown."""
-    if (kind := values.get("type")) not in (None, "function"):
-        raise unsupported("type", f"must be 'function', got {shown(kind)}", "describe it as a function, and call it")
+def _kind_of_tool(tool: Any) -> str:
+    """The tag of a tool, in the form in which locations of errors leave it out."""
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "[function]" if kind in (None, "function") else "[other]"
+
+
+Other = Annotated[OtherTool, Tag("[other]")]
+AnyChatTool = Annotated[Annotated[ChatTool, Tag("[function]")] | Other, Discriminator(_kind_of_tool)]
+AnyResponseTool = Annotated[Annotated[ResponseTool, Tag("[function]")] | Other, Discriminator(_kind_of_tool)]
+
+
+def check_kinds(tools: Sequence[Any]) -> None:
+    """Refuses tools of which none is a function. Others are left out beside functions, with a note in the log: clients
+    such as Codex send them always, and work without them."""
+    others = [tool["type"] for tool in tools if isinstance(tool, dict) and tool.get("type") not in (None, "function")]
+    if others and len(others) == len(tools):
+        _refuse_type("tools[0].type", others[0])
+    for kind in others:
+        _note_left_out(shown(kind))
+
+
+@lru_cache(maxsize=32)
+def _note_left_out(kind: str) -> None:
+    """Once for each kind."""
+    logger.info("tools of the type %s are left out of requests: this server has functions alone", kind)
+
+
+def _refuse_type(field: str, kind: object) -> None:
+    raise unsupported(field, f"must be 'function', got {shown(kind)}", "describe it as a function, and call it")
 
 
 class NamedFunction(Body):
@@ -106,17 +135,29 @@ class ChatToolChoice(Body):
     type: Literal["function"]
     function: NamedFunction
 
-    @classmethod
-    def tidy(cls, values: dict[str, Any]) -> None:
-        _refuse_type(values)
-
 
 class ResponseToolChoice(NamedFunction):
     type: Literal["function"]
 
-    @classmethod
-    def tidy(cls, values: dict[str, Any]) -> None:
-        _refuse_type(values)
+
+class ChatAllowed(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChatToolChoice], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class ChatAllowedTools(Body):
+    """Some of the functions: the request is as one that has no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ChatAllowed
+
+
+class ResponseAllowedTools(Body):
+    """Some of the functions: the request is as one that has no others."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponseToolChoice], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 def _check_choice(choice: Any) -> Any:
@@ -125,9 +166,32 @@ def _check_choice(choice: Any) -> Any:
     return choice
 
 
-Choice = Annotated[str, AfterValidator(_check_choice), Field(json_schema_extra={"enum": [*CHOICES]})]
+def _kind_of_choice(choice: Any) -> str:
+    """The tag of a choice, as that of a tool."""
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", "mode")
+    return f"[{kind or 'function'}]"
+
+
+def _check_kind(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") not in (None, "function", "allowed_tools"):
+        _refuse_type("type", choice["type"])
+    return choice
+
+
+Mode = Annotated[str, AfterValidator(_check_choice), Field(json_schema_extra={"enum": [*CHOICES]}), Tag("[mode]")]
+AnyChatChoice = Annotated[
+    Mode | Annotated[ChatToolChoice, Tag("[function]")] | Annotated[ChatAllowedTools, Tag("[allowed_tools]")],
+    Discriminator(_kind_of_choice),
+    BeforeValidator(_check_kind),
+]
+AnyResponseChoice = Annotated[
+    Mode | Annotated[ResponseToolChoice, Tag("[function]")] | Annotated[ResponseAllowedTools, Tag("[allowed_tools]")],
+    Discriminator(_kind_of_choice),
+    BeforeValidator(_check_kind),
+]
 TOOL_CHOICE = (
-    "Whether the answer calls functions: none, auto (the model decides; the default), required, or the named one. "
+    "Whether the answer calls functions: none, auto (the model decides; the default), required, the named one, or some "
+    "of them (allowed_tools). "
     "Forced calls keep to the functions' schemas, also if the chat template knows no tools."
 )
 PARALLEL = "Whether the answer may have several calls. Default: true."
@@ -137,7 +201,8 @@ PARALLEL = "Whether the answer may have several calls. Default: true."
 class Tools:
     """The functions that an answer may call."""
 
-    functions: Sequence[Function] = ()
+    functions: Mapping[int, Function] = field(default_factory=dict)
+    """By place in ``tools``."""
     choice: str = "auto"
     """"auto", "required", or the name of the function to call."""
     parallel: bool = True
@@ -152,7 +217,9 @@ class Tools:
 
     def as_template_input(self) -> list[Json]:
         """The functions as chat templates take them."""
-        given = [function.model_dump(include={"name", "description", "parameters"}) for function in self.functions]
+        given = [
+            function.model_dump(include={"name", "description", "parameters"}) for function in self.functions.values()
+        ]
         return [
             {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
             for function in given
@@ -162,7 +229,7 @@ class Tools:
         """By name of each function that may be called: the field that has its parameters, and their JSON Schema."""
         return {
             function.name: (f"tools[{index}].{self.place}parameters", _arguments(function.parameters))
-            for index, function in enumerate(self.functions)
+            for index, function in self.functions.items()
             if not self.named or function.name == self.choice
         }
 
@@ -186,46 +253,68 @@ def _arguments(schema: Json | None) -> Json:
 
 
 def chat_tools(
-    tools: Sequence[ChatTool] | None, choice: str | ChatToolChoice | None, *, parallel: bool | None
+    tools: Sequence[ChatTool | OtherTool] | None,
+    choice: str | ChatToolChoice | ChatAllowedTools | None,
+    *,
+    parallel: bool | None,
 ) -> Tools:
     """The functions of a chat completion, which may be called.
 
     Raises:
         ParameterError: a name occurs twice, or ``tool_choice`` does not fit the functions.
     """
-    functions = [tool.function for tool in tools or ()]
+    functions = {index: tool.function for index, tool in enumerate(tools or ()) if isinstance(tool, ChatTool)}
+    _check_distinct(functions, "function.")
     if isinstance(choice, ChatToolChoice):
         _check_known(functions, choice.function.name, "tool_choice.function.name")
-        return Tools(_distinct(functions, "function."), choice.function.name, named=True, place="function.")
-    return _unnamed(_distinct(functions, "function."), choice, "function.", parallel=parallel is not False)
+        return Tools(functions, choice.function.name, named=True, place="function.")
+    mode = choice
+    if isinstance(choice, ChatAllowedTools):
+        names, mode = [tool.function.name for tool in choice.allowed_tools.tools], choice.allowed_tools.mode
+        functions = _allowed(functions, names, "tool_choice.allowed_tools.tools[{}].function.name")
+    return _unnamed(functions, mode, "function.", parallel=parallel is not False)
 
 
 def response_tools(
-    tools: Sequence[ResponseTool] | None, choice: str | ResponseToolChoice | None, *, parallel: bool | None
+    tools: Sequence[ResponseTool | OtherTool] | None,
+    choice: str | ResponseToolChoice | ResponseAllowedTools | None,
+    *,
+    parallel: bool | None,
 ) -> Tools:
     """The functions of a response. Raises as ``chat_tools`` does."""
-    functions = tools or ()
+    functions = {index: tool for index, tool in enumerate(tools or ()) if isinstance(tool, ResponseTool)}
+    _check_distinct(functions, "")
     if isinstance(choice, ResponseToolChoice):
         _check_known(functions, choice.name, "tool_choice.name")
-        return Tools(_distinct(functions, ""), choice.name, named=True)
-    return _unnamed(_distinct(functions, ""), choice, "", parallel=parallel is not False)
+        return Tools(functions, choice.name, named=True)
+    mode = choice
+    if isinstance(choice, ResponseAllowedTools):
+        names, mode = [tool.name for tool in choice.tools], choice.mode
+        functions = _allowed(functions, names, "tool_choice.tools[{}].name")
+    return _unnamed(functions, mode, "", parallel=parallel is not False)
 
 
-def _distinct(functions: Sequence[Function], place: str) -> Sequence[Function]:
+def _check_distinct(functions: Mapping[int, Function], place: str) -> None:
     seen: dict[str, int] = {}
-    for index, function in enumerate(functions):
+    for index, function in functions.items():
         if (first := seen.setdefault(function.name, index)) != index:
             raise ParameterError(f"tools[{index}].{place}name", f"is {function.name!r}, as is that of tools[{first}]")
-    return functions
 
 
-def _check_known(functions: Sequence[Function], name: str, field: str) -> None:
-    known = [function.name for function in functions]
+def _check_known(functions: Mapping[int, Function], name: str, field: str) -> None:
+    known = [function.name for function in functions.values()]
     if name not in known:
         raise ParameterError(field, f"is {shown(name)}; tools has {', '.join(map(repr, known)) or 'no function'}")
 
 
-def _unnamed(functions: Sequence[Function], choice: str | None, place: str, *, parallel: bool) -> Tools:
+def _allowed(functions: Mapping[int, F], names: Sequence[str], field: str) -> dict[int, F]:
+    """Those functions of which the ``names`` are in a list in the request."""
+    for index, name in enumerate(names):
+        _check_known(functions, name, field.format(index))
+    return {index: function for index, function in functions.items() if function.name in names}
+
+
+def _unnamed(functions: Mapping[int, Function], choice: str | None, place: str, *, parallel: bool) -> Tools:
     if choice == "required" and not functions:
         raise ParameterError("tool_choice", "'required' needs tools")
     if choice == "none":
@@ -236,23 +325,21 @@ def _unnamed(functions: Sequence[Function], choice: str | None, place: str, *, p
 # ---- calls in a conversation -----------------------------------------------------------------------------------------
 
 
-def _check_arguments(arguments: str) -> str:
-    try:
-        is_object = isinstance(json.loads(arguments or "{}"), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
-        raise ValueError("must be JSON of an object")
-    return arguments or "{}"
+def _arguments_text(arguments: object) -> object:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
-Arguments = Annotated[str, AfterValidator(_check_arguments), Field(description="JSON of an object.")]
+ArgumentsText = Annotated[
+    str,
+    BeforeValidator(_arguments_text),
+    Field(description="JSON of an object. Other text, such as that of a call that was cut, is shown as it is."),
+]
 
 
 @ignoring(CALLED)
 class CalledFunction(Body):
     name: str
-    arguments: Arguments
+    arguments: ArgumentsText = ""
 
 
 @ignoring(CALL)
@@ -279,15 +366,16 @@ class CallItem(Body):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: Arguments
+    arguments: ArgumentsText
 
     def as_template_input(self) -> Json:
         return template_call(self.call_id, self.name, self.arguments)
 
 
 def template_call(call_id: str | None, name: str, arguments: str) -> Json:
-    """A call as chat templates take it in an assistant's message."""
-    function = {"name": name, "arguments": json.loads(arguments)}
+    """A call as chat templates take it in an assistant's message: with an object, or else the text of the arguments."""
+    values = arguments_of(arguments)
+    function = {"name": name, "arguments": arguments if values is None else values}
     return {"type": "function", "function": function, **({} if call_id is None else {"id": call_id})}
 
 
