@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,10 @@ LIKE = "like"
 """In ``Rule.needs``: the decoding, or for one that is not built in the decoding that it is like."""
 FILLER = "filler"
 """In ``Rule.needs``: the decoding whose rules fill positions, see ``filled_by``."""
+IN_JSON = {"True": "true", "False": "false", "None": "null"}
+"""How requests spell what messages of rules hold."""
+MAX_SHOWN = 100
+"""Most characters of a value in a message."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,14 @@ class Rule:
             other, choices = "base", tuple(base for base in BASES if base in self.choices)
         elif other in (LIKE, FILLER):
             other, choices = "decoding", self.decodings()
-        remedies = [f"{other} {listed(choices)}"] if choices else []
+        remedies = [f"use {other} {listed(choices)}"] if choices else []
+        if choices == (None,):
+            remedies = [f"leave out {other}"]
         if self.free_values:
-            remedies.append(f"{self.param} {listed(self.free_values)}")
-        advice = f"; use {', or '.join(remedies)}" if remedies else ""
+            remedies.append(f"use {self.param} {listed(self.free_values)}")
+        advice = f"; {', or '.join(remedies)}" if remedies else ""
         found = f"{_shown(values[self.param])} does not go with {other} {_shown(values[other])}"
-        return ParameterError(self.param, found + advice)
+        return ParameterError(self.param, found.strip() + advice, names=(self.param, other, *IN_JSON))
 
     def decodings(self) -> tuple[str, ...]:
         """The built-in decodings that keep the rule, if it is about decodings."""
@@ -123,8 +130,8 @@ RULES = (
     Rule("alg", FILLER, ("vanilla",)),
     Rule("alg_temp", FILLER, ("vanilla",)),
     Rule("structured_outputs", FILLER, BY_BLOCKS),  # any order of positions would leave no prefix to follow
-    # What could end an answer before its grammar is complete, go on after it, or ban all that it allows.
-    *(Rule(name, "structured_outputs", (None,)) for name in ("ignore_eos", "min_new_tokens", "stop", "bad_words")),
+    # What could go on after a grammar is complete, or ban all that it allows. A stop string cuts the text alone.
+    *(Rule(name, "structured_outputs", (None,)) for name in ("ignore_eos", "min_new_tokens", "bad_words")),
     Rule("finish_at_eos", "structured_outputs", (None,)),
     Rule("editing_threshold", "structured_outputs", (None,)),  # what a grammar has passed may not change
     Rule("sub_block_cache", "structured_outputs", (None,)),  # a forced span would leave out a block's first pass
@@ -153,7 +160,7 @@ def check_combinations(params: DecodingParams) -> None:
             raise rule.refusal(values)
     if params.min_new_tokens > params.max_new_tokens:
         message = f"{params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}"
-        raise ParameterError("min_new_tokens", message)
+        raise ParameterError("min_new_tokens", message, names=("max_new_tokens",))
     needed = needed_confidence(params.decoding)
     if needed is not None and params.confidence not in (needed, DEFAULTS["confidence"]):
         message = f'"{params.confidence}" does not go with decoding "{params.decoding}", which uses "{needed}"'
@@ -211,7 +218,13 @@ def _is_sampling(temperature: Any) -> bool:
 
 
 def _shown(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
+    """A value, shortened; nothing for a grammar, which is no value that somebody has sent."""
+    if isinstance(value, Grammar):
+        return ""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, str | tuple):
+        text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def listed(values: tuple[object, ...]) -> str:

@@ -164,7 +164,8 @@ class Limits:
             )
             raise ParameterError("gaps", message)
         if params.structured_outputs is not None:
-            raise ParameterError("gaps", "cannot be combined with structured_outputs, which describes a whole answer")
+            message = "cannot be combined with structured_outputs, which describes a whole answer"
+            raise ParameterError("gaps", message, names=("structured_outputs",))
         gaps = [is_gap for is_gap, _ in groupby(token == self.mask_token_id for token in text.tokens) if is_gap]
         if not gaps or len(text.tokens) != params.max_new_tokens:
             raise ParameterError("gaps", f"must have max_new_tokens {params.max_new_tokens} tokens, and a gap")

@@ -7,8 +7,9 @@ and the table in docs/decoding.md are all made from these declarations.
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeVar
@@ -31,11 +32,19 @@ class ParameterError(ValueError):
     Args:
         param: name of the setting.
         message: what is wrong with its value and what is allowed, without the name.
+        names: settings that the message names, so that a server can put the fields there that a client has sent.
     """
 
-    def __init__(self, param: str, message: str):
+    def __init__(self, param: str, message: str, names: Sequence[str] = ()):
         super().__init__(f"{param}: {message}")
-        self.param, self.message = param, message
+        self.param, self.message, self._names = param, message, tuple(names)
+
+    def renamed(self, fields: Mapping[str, str]) -> ParameterError:
+        """The same error with the fields that stand for settings, by name of the setting."""
+        message = self.message
+        for name in self._names:
+            message = re.sub(rf"\b{name}\b", fields.get(name, name), message)
+        return type(self)(fields.get(self.param, self.param), message, self._names)
 
 
 class ContextLengthError(ParameterError):

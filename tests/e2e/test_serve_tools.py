@@ -81,6 +81,20 @@ def test_answers_that_stop_have_their_form(server: ServerProcess) -> None:
     jsonschema.validate(json.loads(found["output"][0]["content"][0]["text"]), SCHEMA)
 
 
+def test_stop_strings_end_calls_and_forms(server: ServerProcess) -> None:
+    body = {"messages": HELLO, "max_tokens": 200, "stop": ["apples", "boxes", "Observation:"]}
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    for form in ({"response_format": schema}, {"tools": TOOLS[:1], "tool_choice": "required"}):
+        (choice,) = server.http.post("/v1/chat/completions", json={**body, **form}).json()["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"] in ("apples", "boxes")) == ("stop", True)
+        calls = choice["message"].get("tool_calls") or [{"function": {"arguments": choice["message"]["content"]}}]
+        assert calls[0]["function"]["arguments"] == '{"unit":"'
+    text = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}
+    asked = {"input": "hello", "text": text, "max_output_tokens": 200, "stop": ["Observation:"]}
+    found = server.http.post("/v1/responses", json=asked).json()
+    jsonschema.validate(json.loads(found["output"][0]["content"][0]["text"]), SCHEMA)
+
+
 def test_scores_add_up_and_choices_have_them_too(server: ServerProcess) -> None:
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     found = server.http.post("/score", json={"text_1": "hello", "text_2": letters}).json()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -343,6 +344,55 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": []}, "guided_choice", "1 to"),
     ({"guided_choice": ["a", ""]}, "guided_choice[1]", "not empty"),
 ]
+
+
+FORCED = {"tools": TOOLS, "tool_choice": "required"}
+FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": FORMAT}, "response_format.json_schema.schema"),
+    ({"response_format": FORMAT, "tools": TOOLS}, "response_format.json_schema.schema"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+    (FORCED, "tools"),
+]
+
+
+@pytest.mark.parametrize(("form", "place"), FORMS)
+def test_what_does_not_go_with_a_form_is_refused_in_the_words_of_the_request(form: dict[str, Any], place: str) -> None:
+    without = f"does not go with {place}; leave out {place}"
+    for fields, param, words in (
+        ({"ignore_eos": True}, "ignore_eos", f"true {without}, or use ignore_eos false"),
+        ({"min_tokens": 3}, "min_tokens", f"3 {without}, or use min_tokens 0"),
+        ({"bad_words": ["x"]}, "bad_words", f'["x"] {without}, or use bad_words []'),
+        ({"decoding": "vanilla"}, place, 'does not go with decoding "vanilla"; use decoding'),
+    ):
+        found, message = refusal(lambda fields=fields: chat(**form, **fields).plan(PLANNER))  # type: ignore[misc]
+        assert found == param
+        assert message.startswith(f"{param}: {words}")
+
+
+@pytest.mark.parametrize(("form", "place"), FORMS)
+def test_stop_strings_go_with_every_form_also_those_of_the_server(form: dict[str, Any], place: str) -> None:
+    (choice,) = chat(**form, stop=["a", "<|im_end|>"]).plan(PLANNER)
+    assert choice.params.stop == ("a", "<|im_end|>")
+    assert choice.params.structured_outputs is not None
+    assert len(choice.params.stop_token_ids) == 1
+    (choice,) = chat(**form).plan(replace(PLANNER, decoding={"stop": ("b",)}))
+    assert choice.params.stop == ("b",)
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_a_call_that_a_stop_string_cut_is_told_as_it_is(choice: str) -> None:
+    request = chat(tools=TOOLS, tool_choice=choice)
+    text = CALLED[: CALLED.index("1")]
+    for answer in (whole(request, text)["choices"][0],):
+        assert answer["finish_reason"] == "stop"
+        calls = answer["message"].get("tool_calls", [])
+        assert [call["function"]["arguments"] for call in calls] == (['{"a":'] if choice == "required" else [])
+        assert answer["message"]["content"] == (None if choice == "required" else text)
+    answer = whole(request, CALLED.removesuffix("</tool_call>"))["choices"][0]
+    assert (answer["finish_reason"], len(answer["message"]["tool_calls"])) == ("tool_calls", 1)
+    assert json.loads(answer["message"]["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), BAD)

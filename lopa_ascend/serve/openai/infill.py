@@ -76,8 +76,7 @@ def _parts(request: InfillRequest) -> list[str | Gap]:
         try:
             parts.append(part if isinstance(part, str) else Gap(part.tokens, part.max_tokens))
         except ParameterError as error:
-            field = f"parts[{index}].{error.param}"
-            raise ParameterError(field, str(error).removeprefix(f"{error.param}: ")) from None
+            raise error.renamed({error.param: f"parts[{index}].{error.param}"}) from None
     return parts
 
 

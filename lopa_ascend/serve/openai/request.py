@@ -18,6 +18,7 @@ from lopa_ascend.config import (
     context_length,
     fitting_defaults,
 )
+from lopa_ascend.config.combinations import IN_JSON
 from lopa_ascend.config.files import shown
 from lopa_ascend.config.kinds import INT64_MIN, MAX_TOKEN_IDS
 from lopa_ascend.serve.http.body import Body
@@ -162,7 +163,7 @@ class Planner:
         try:
             prompt = self.prompts.encode_chat(messages, shown)
         except ParameterError as error:
-            raise _renamed(error, {"prompt": field, "messages": field}) from None
+            raise error.renamed({"prompt": field, "messages": field}) from None
         if tools.is_forced or (form is not None and tools.functions):
             self._check_schemas(tools, form)
             form = calling_form(tools, form)
@@ -229,7 +230,7 @@ class Planner:
         except ParameterError as error:
             if error.param == "structured_outputs" and form is not None:
                 raise placed(error, form.field) from None
-            raise _renamed(error, {"prompt": prompt_field, **sent_as}) from None
+            raise error.renamed({"prompt": prompt_field, **sent_as, **IN_JSON}) from None
         return choices
 
     def _fit(
@@ -252,7 +253,7 @@ class Planner:
             self.limits.check_gaps(params, gapped)
             self.limits.check(prompt_tokens, params)
         except ParameterError as error:
-            raise _renamed(error, dict.fromkeys(("gaps", "max_new_tokens"), rest_field)) from None
+            raise error.renamed(dict.fromkeys(("gaps", "max_new_tokens"), rest_field)) from None
         return params, gapped
 
     def scored(self, prompt: list[int], texts: Sequence[str], field: str) -> AskedChoice:
@@ -272,7 +273,7 @@ class Planner:
             self.limits.check(len(prompt), params)
             self.limits.check_continuations(len(prompt), params, continuations)
         except ParameterError as error:
-            raise _renamed(error, dict.fromkeys(("continuations", "max_new_tokens"), field)) from None
+            raise error.renamed(dict.fromkeys(("continuations", "max_new_tokens"), field)) from None
         return AskedChoice(prompt, params, tuple(continuations))
 
     def _params(self, asked: Mapping[str, Any], prompt_tokens: int, num_gaps: int = 1) -> DecodingParams:
@@ -294,7 +295,7 @@ class Planner:
         try:
             return self.encode(text if isinstance(text, str) else list(text))
         except ParameterError as error:
-            raise _renamed(error, {"prompt": field}) from None
+            raise error.renamed({"prompt": field}) from None
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """The token ids of a prompt, which is refused at once if it is too long: there may be a thousand of them."""
@@ -379,8 +380,3 @@ def _with_own_seed(params: DecodingParams, index: int) -> DecodingParams:
     if params.seed is None:
         return params
     return params.with_valid(seed=(params.seed + index - INT64_MIN) % 2**64 + INT64_MIN)
-
-
-def _renamed(error: ParameterError, names: Mapping[str, str]) -> ParameterError:
-    """The same error, with the name under which the request sent the field."""
-    return type(error)(names.get(error.param, error.param), str(error).removeprefix(f"{error.param}: "))

@@ -103,13 +103,12 @@ _PLACE = re.compile(r"(?:json|json_object|regex|choice|grammar)(\[\d+\])?(?: at 
 def placed(error: ParameterError, field: str) -> ParameterError:
     """A refusal of the parameter structured_outputs, with the place in the request in front: the field, and in it the
     path that the message has as a JSON pointer."""
-    problem = str(error).removeprefix(f"{error.param}: ")
-    found = _PLACE.match(problem)
+    found = _PLACE.match(error.message)
     if found is None:
-        return type(error)(field, problem)
+        return error.renamed({error.param: field})
     names = [name.replace("~1", "/").replace("~0", "~") for name in (found[2] or "").split("/") if name]
     path = "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in names)
-    return type(error)(f"{field}{found[1] or ''}{path}", problem[found.end() :])
+    return type(error)(f"{field}{found[1] or ''}{path}", error.message[found.end() :])
 
 
 def calling_form(tools: Tools, answer: Form | None) -> Form:
@@ -124,7 +123,7 @@ def calling_form(tools: Tools, answer: Form | None) -> Form:
         schema = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(schema, dict):
             raise ParameterError(answer.field, "must be an object beside tools")
-    return Form("tools", "grammar", tools.grammar(schema))
+    return Form("tools" if answer is None or tools.is_forced else answer.field, "grammar", tools.grammar(schema))
 
 
 def response_form(asked: ResponseFormat | None) -> Form | None:
