@@ -339,7 +339,8 @@ class LLM:
         asked = params or self.params()
         gapped = gapped_text(pieces, asked.max_new_tokens, self.config.mask_token_id)
         params = self.prompts.for_engine(asked).with_valid(max_new_tokens=len(gapped.tokens))
-        stream = GapsStream(prompt, params, self.tokenizer, sum(isinstance(piece, Gap) for piece in pieces))
+        num_gaps = sum(isinstance(piece, Gap) for piece in pieces)
+        stream = GapsStream(prompt, params, self.tokenizer, num_gaps, gapped.flexible)
         with self._lock, deferred_interrupts():
             request_id = f"request-{next(self._ids)}"
             try:

@@ -206,7 +206,7 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
     _check_lookaheads(given, params, engine)
     if rank_in_environment() is not None:
         Rendezvous.from_environment().check_world_size(engine)
-    _check_secrets_and_tls(given)
+    _check_access(given)
     _check_replicas(given)
     return ServeConfig(engine=engine, decoding=decoding, **field_values(given, SERVE_FLAGS))
 
@@ -255,7 +255,9 @@ def _check_replicas(given: Mapping[str, Any]) -> None:
         raise ParameterError("profile_dir", "is for one engine; leave --replicas out")
 
 
-def _check_secrets_and_tls(given: Mapping[str, Any]) -> None:
+def _check_access(given: Mapping[str, Any]) -> None:
+    if given.get("host") == "":
+        raise ParameterError("host", "is empty; give 0.0.0.0 to listen on all addresses, or leave out the flag")
     if given.get("api_key") == "":
         raise ParameterError("api_key", f"is empty; to serve without a key leave out the flag and {API_KEY}")
     if "ssl_certfile" in given and "ssl_keyfile" not in given:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -98,7 +98,7 @@ class OutputStream:
             return "abort", None
         if self._text is not None and self._text.stopped is not None:
             return "stop", self._text.stopped
-        if update.stop_token_id is None:
+        if update.finish_reason != "stop":
             return "length", None
         return "stop", update.stop_token_id if update.stop_token_id in self._stop_token_ids else None
 
@@ -108,10 +108,19 @@ class GapsStream(OutputStream):
 
     Args:
         num_gaps: the gaps of the text, at least one.
+        found: the gaps, by number, whose lengths are found: these end their texts as a stop does.
     """
 
-    def __init__(self, prompt: Sequence[int], params: DecodingParams, tokenizer: Tokenizer | None, num_gaps: int):
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: DecodingParams,
+        tokenizer: Tokenizer | None,
+        num_gaps: int,
+        found: Collection[int] = (),
+    ):
         super().__init__(prompt, params, tokenizer)
+        self._found = found
         self._gaps = [OutputStream(prompt, params, tokenizer) for _ in range(num_gaps)]
         self._progress = list[Progress]()
         """Of each gap that has begun."""
@@ -131,7 +140,8 @@ class GapsStream(OutputStream):
             end, token = update.gap_ends[number] if is_complete else (self._num_read + len(update.token_ids), None)
             part = slice(taken, max(taken, end - self._num_read))
             taken = part.stop
-            reason = ("length" if token is None else "stop") if is_complete else update.finish_reason
+            is_cut = token is None and number not in self._found
+            reason = ("length" if is_cut else "stop") if is_complete else update.finish_reason
             del self._progress[number:]
             self._progress.append(self._gaps[number].push(_part(update, part, reason, token)))
             if not is_complete:

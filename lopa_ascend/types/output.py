@@ -78,7 +78,8 @@ class GenerationOutput:
     text: str | None
     """Ends before a stop string; None without a tokenizer."""
     finish_reason: str
-    """"stop" (EOS or a stop string), "length", or "abort" (the server was told to end it)."""
+    """"stop" (an EOS, a stop string, or the length that was found for a gap), "length", or "abort" (the server was told
+    to end it)."""
     stop_reason: int | str | None
     """The stop string, or the id of ``stop_token_ids``, that ended the text; None at an EOS, as in vLLM."""
     num_forwards: int

@@ -76,6 +76,8 @@ def test_a_found_length_changes_nothing_else(llm: LLM) -> None:
         assert all(1 <= length <= most for length, most in zip(lengths, (9, 5), strict=True))
         fixed = llm.infill(["the", Gap(lengths[0]), "hello", Gap(lengths[1]), "and"], params)
         assert (found.text, found.token_ids, found.max_probs) == (fixed.text, fixed.token_ids, fixed.max_probs)
+        assert {gap.finish_reason for gap in (found, *found.gaps)} == {"stop"}
+        assert {gap.finish_reason for gap in (fixed, *fixed.gaps)} == {"length"}
         assert found.num_forwards > fixed.num_forwards
 
 
@@ -166,7 +168,7 @@ def test_a_suffix_follows_the_answer(server: ServerProcess, models: dict[str, Pa
     for seed, choice in enumerate(answer["choices"], 4):
         params = llm.params(block_size=4, decoding="parallel", ignore_eos=True, temperature=1.0, seed=seed)
         expected = llm.infill(["the ", Gap(max_tokens=9), " and"], params)
-        assert (choice["text"], choice["finish_reason"]) == (expected.gaps[0].text, "length")
+        assert (choice["text"], choice["finish_reason"]) == (expected.gaps[0].text, "stop")
         assert (len(choice["logprobs"]["tokens"]), choice["seed"]) == (len(expected.token_ids), seed)
     assert answer["usage"]["prompt_tokens"] == sum(len(llm.tokenize(text)) for text in ("the ", " and"))
     assert answer["usage"]["completion_tokens"] == sum(

@@ -111,6 +111,7 @@ def test_every_setting_has_one_flag():
         ("--watchdog-timeout 1", "2 to"),
         ("--request-timeout 0", "seconds"),
         ("--shutdown-timeout nan", "0 to"),
+        ("--host=", "0.0.0.0"),
         ("--ssl-keyfile k", "--ssl-certfile"),
         ("--ssl-certfile c", "--ssl-keyfile"),
         ("--ssl-ca-certs c", "--ssl-certfile"),

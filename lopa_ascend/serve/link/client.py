@@ -234,9 +234,10 @@ class EngineClient:
             self._timers[generation.request_id] = self._loop.call_later(limit, generation.fail, late)
 
     def _output(self, choice: AskedChoice) -> OutputStream:
-        if choice.num_gaps:
-            return GapsStream(choice.prompt_token_ids, choice.params, self.prompts.tokenizer, choice.num_gaps)
-        return OutputStream(choice.prompt_token_ids, choice.params, self.prompts.tokenizer)
+        arguments = (choice.prompt_token_ids, choice.params, self.prompts.tokenizer)
+        if choice.gapped is not None:
+            return GapsStream(*arguments, choice.num_gaps, choice.gapped.flexible)
+        return OutputStream(*arguments)
 
     def _generate(self, choice_id: str) -> None:
         """Hands an unfinished choice to the engine."""

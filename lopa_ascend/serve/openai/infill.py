@@ -87,7 +87,7 @@ class FilledGap(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str = Field(
-        description='"stop": an EOS or a stop string ended it; "length": it is full; or "abort".'
+        description='"stop": an EOS, a stop string or the length that was found; "length": it is full; or "abort".'
     )
     stop_reason: int | str | None
     token_ids: list[int] | None = Field(None, description="With return_token_ids.")
