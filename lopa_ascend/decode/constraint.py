@@ -78,6 +78,8 @@ class Constraint:
         allowed = 0 if matcher.is_over else matcher.allowed() & ~self._end_set
         if matcher.is_complete:
             allowed |= self._end_set
+        if not allowed:  # the usual token of what must follow ends answers, so others write it
+            allowed = sum(1 << token for token in self.forced(beginning)[:1])
         if not allowed:
             raise GrammarError("no token fits the grammar here")
         return allowed
@@ -87,9 +89,12 @@ class Constraint:
         matcher = self._at(beginning)
         if matcher.is_over and matcher.is_complete:
             return list(self._ends[:1])
-        tokens = [] if matcher.is_complete else list(matcher.forced())
+        tokens = () if matcher.is_complete else matcher.forced()
         end = next((index for index, token in enumerate(tokens) if token in self._ends), None)
-        return tokens[:end]
+        # What must follow is what ``admitted`` takes, whatever the matcher says.
+        forced = list(tokens[: matcher.accept(tokens[:end])])
+        self._taken += tuple(forced)
+        return forced
 
     def _at(self, beginning: Sequence[int]) -> Matcher:
         num_fitting = self.admitted(beginning)

@@ -22,6 +22,7 @@ from lopa_ascend.types import (
     BranchRecord,
     Edit,
     Fill,
+    GrammarError,
     ModelProperties,
     RowPlan,
     RowResult,
@@ -206,27 +207,34 @@ class Strategy(ABC):
     def after(self, branch: Branch, fills: Sequence[Fill], edits: Sequence[Edit]) -> Branch:
         """The branch after a pass that it wins, before it opens blocks."""
         checked = branch.edit(edits, self.ends).check(changed=bool(edits))
-        return self.settle(self.follow(checked.fill(fills, self.ends).as_anchor()))
+        num_before = len(self._beginning(branch)) if branch.masks else -1
+        return self.settle(self.follow(checked.fill(fills, self.ends).as_anchor(), num_before))
 
     # ---- what a grammar adds ---------------------------------------------------------------------------------------
 
-    def follow(self, branch: Branch) -> Branch:
+    def follow(self, branch: Branch, num_before: int = -1) -> Branch:
         """The branch after fills, as its grammar has it.
 
         The filled beginning is followed up to the first mask. A token that does not fit is masked again, with what
         follows it in its block. Then tokens are filled as long as only one can follow.
 
         Every pass lets the beginning grow, so there are at most ``max_new_tokens`` of them: each fills the first mask
-        (``accept_in``) with one of the tokens that fit, which therefore stays.
+        (``accept_in``) with one of the tokens that fit, which therefore stays. Every round here lets it grow, too.
+
+        Args:
+            num_before: tokens of the beginning before the fills, if these fill the first mask.
 
         Raises:
-            GrammarError: nothing fits, or the grammar is too hard to follow.
+            GrammarError: nothing fits, the grammar is too hard to follow, or what it allowed does not fit.
         """
         if self.constraint is None:
             return branch
         while True:
             beginning = self._beginning(branch)
             num_fitting = self.constraint.admitted(beginning)
+            if num_fitting <= num_before:
+                raise GrammarError("the grammar does not go on with the token that it allowed")
+            num_before = num_fitting
             if num_fitting < len(beginning):
                 branch = branch.mask_again(num_fitting, self.mask, self.ends)
                 beginning = beginning[:num_fitting]

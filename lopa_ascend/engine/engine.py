@@ -524,9 +524,8 @@ def start_sequence(
     constraint = None
     if request.params.structured_outputs is not None:
         assert grammars is not None, "the engine refuses such requests"
-        ends = (*eos, *request.params.stop_token_ids)
-        matcher = grammars.matcher(request.params.structured_outputs)
-        constraint = Constraint(matcher, [token for token in ends if token < num_token_ids])
+        ends = [token for token in (*eos, *request.params.stop_token_ids) if token < num_token_ids]
+        constraint = Constraint(grammars.matcher(request.params.structured_outputs, ends), ends)
     start = (request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached, properties)
     strategy = begin_masked(*start) if request.continuations else begin(*start, constraint, request.gapped)
     sequence = Sequence(

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain, takewhile
 from threading import Lock
 from typing import Any, TypeVar
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+import tokenizers
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.text.schemas import OPTIONS, check_schema, place_of
@@ -35,22 +37,62 @@ MAX_CACHED = 64
 _NAME = "structured_outputs"
 
 
+class Vocabulary:
+    """A tokenizer as llguidance wants it. From the file alone llguidance takes every added token of the form <...> for
+    a special one, which no text has, but encodes texts with it all the same.
+
+    Special tokens are no part of a text: where their text occurs, ordinary tokens write it. The other added tokens are
+    tokens like any.
+
+    Attributes:
+        tokens: the bytes of each token. The last one, which the model does not have, is what llguidance calls EOS.
+        hidden: set of the tokens that no text has.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._spell = tokenizer.spell
+        self.special_token_ids = tokenizer.special_ids
+        self.eos_token_id = tokenizer.num_token_ids
+        self.tokens = [*map(tokenizer.piece, range(tokenizer.num_token_ids)), b""]
+        hidden = {*self.special_token_ids, *(token for token, piece in enumerate(self.tokens) if not piece)}
+        self.hidden = sum(1 << token for token in hidden)
+        self._backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+        self._backend.encode_special_tokens = True
+        self._backend.normalizer = None  # tokens that write other bytes would not fit
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The tokens of a text, whose bytes are its own, not one more or less."""
+        tokens: list[int] = self._backend.encode(text.decode(), add_special_tokens=False).ids
+        if b"".join(self.tokens[token] for token in tokens) == text:
+            return tokens
+        return self._spell(text, self.hidden)  # a token took whitespace with it, or the tokenizer begins with a space
+
+    def without(self, tokens: Sequence[int], hidden: int) -> list[int]:
+        """Tokens with the same bytes, none of which is in a set."""
+        spelled = ([token] if not hidden >> token & 1 else self._spell(self.tokens[token], hidden) for token in tokens)
+        return list(chain.from_iterable(spelled))
+
+
 class GrammarMatcher:
     """Follows a text; see ``decode.constraint.Matcher``.
 
     Args:
         matcher: of llguidance, at the beginning.
-        hidden: set of the tokens that no text has.
+        vocabulary: of the model.
+        ends: token ids that end the answer. They write no text either.
     """
 
-    def __init__(self, matcher: LLMatcher, hidden: int):
-        self._matcher, self._hidden = matcher, hidden
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, ends: Sequence[int] = ()):
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._hidden = vocabulary.hidden | sum(1 << token for token in set(ends) if not vocabulary.hidden >> token & 1)
 
     def allowed(self) -> int:
         return int.from_bytes(self._checked(self._matcher.compute_bitmask()), "little") & ~self._hidden
 
     def accept(self, tokens: Sequence[int]) -> int:
-        known = self._before_hidden(tokens)
+        known = list(takewhile(lambda token: not self._hidden >> token & 1, tokens))
         return self._checked(self._matcher.try_consume_tokens(known)) if known else 0
 
     def roll_back(self, count: int) -> None:
@@ -65,11 +107,7 @@ class GrammarMatcher:
         return self._checked(self._matcher.is_stopped())
 
     def forced(self) -> list[int]:
-        return self._before_hidden(self._checked(self._matcher.compute_ff_tokens()))
-
-    def _before_hidden(self, tokens: Sequence[int]) -> list[int]:
-        end = next((index for index, token in enumerate(tokens) if self._hidden >> token & 1), None)
-        return list(tokens[:end])
+        return self._vocabulary.without(self._checked(self._matcher.compute_ff_tokens()), self._hidden)
 
     def _checked(self, value: T) -> T:
         if self._matcher.is_error():
@@ -85,16 +123,16 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        special = tokenizer.special_ids
-        self._tokenizer = LLTokenizer(
-            tokenizer.to_json(), n_vocab=tokenizer.num_token_ids, eos_token=special[:1] or None
-        )
-        self._hidden = sum(1 << token for token in special)
+        self._vocabulary = Vocabulary(tokenizer)
+        self._tokenizer = LLTokenizer(TokenizerWrapper(self._vocabulary))
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = Lock()
 
-    def matcher(self, grammar: Grammar) -> GrammarMatcher:
+    def matcher(self, grammar: Grammar, ends: Sequence[int] = ()) -> GrammarMatcher:
         """A matcher at the beginning of a text.
+
+        Args:
+            ends: token ids that end the answer.
 
         Raises:
             ParameterError: the grammar has an error, what it uses is not supported, it is too large, or no text that
@@ -108,7 +146,7 @@ class Grammars:
             self._compiled[grammar] = compiled
             if len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
-            return GrammarMatcher(compiled.deep_copy(), self._hidden)
+            return GrammarMatcher(compiled.deep_copy(), self._vocabulary, ends)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         if grammar.kind == "json":

@@ -27,6 +27,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES = _byte_alphabet()
+_CHARACTERS = {byte: character for character, byte in _BYTES.items()}
 NFC_FACTOR = 4
 """Most characters that Unicode normalisation, which some tokenizers begin with, makes one of."""
 
@@ -126,6 +127,26 @@ class Tokenizer:
             content = self._backend.id_to_token(token) or ""
             piece = self._pieces[token] = content.encode() if token in self._added else _token_bytes(content)
         return piece
+
+    def spell(self, text: bytes, hidden: int) -> list[int]:
+        """The tokens of the BPE vocabulary that write a text, each as long as can be; up to where none fits.
+
+        Args:
+            hidden: a set of tokens, as an integer, that are not used: bit i stands for token id i.
+        """
+        tokens: list[int] = []
+        characters = "".join(map(_CHARACTERS.__getitem__, text))
+        start = 0
+        while start < len(text):
+            lengths = range(min(len(text) - start, self.max_token_bytes), 0, -1)
+            found = (self.id_of(characters[start : start + length]) for length in lengths)
+            fits = (token for token in found if token is not None and not (hidden >> token & 1 or self.is_added(token)))
+            token = next(fits, None)
+            if token is None:
+                break
+            tokens.append(token)
+            start += len(self.piece(token))
+        return tokens
 
     def max_characters(self, num_tokens: int) -> int:
         """Characters of the longest text that ``num_tokens`` tokens can stand for.
