@@ -166,10 +166,12 @@ def write_tokenizer(
     *,
     vocab_size: int = VOCAB_SIZE,
     special: tuple[str, ...] = SPECIAL,
+    added: tuple[str, ...] = (),
     chat_template: str | list[dict[str, str]] | None = CHAT_TEMPLATE,
     **extra: Any,
 ) -> Path:
-    """Writes vocab.json (256 bytes, then merges), merges.txt and tokenizer_config.json; ``special`` are the last ids.
+    """Writes vocab.json (256 bytes, then merges), merges.txt and tokenizer_config.json; ``special`` are the last ids,
+    and before them ``added``, tokens that are not special.
 
     The last id is the mask token, the first special one the end of text. ``extra`` goes into tokenizer_config.json.
     """
@@ -181,15 +183,16 @@ def write_tokenizer(
     prefixes = ((word[:size], word[size]) for word in _WORDS for size in range(1, len(word)))
     letters = "etaoinshrdlucmfwypvbgkjqxz"
     for left, right in [*prefixes, *product(letters, letters)]:
-        if len(tokens) + len(special) < vocab_size and left + right not in tokens:
+        if len(tokens) + len(added) + len(special) < vocab_size and left + right not in tokens:
             tokens.append(left + right)
             merges.append(f"{left} {right}")
     _write_json(path / "vocab.json", {token: index for index, token in enumerate(tokens)})
     (path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
-    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    further = [{"content": token, "special": token in special, **flags} for token in (*added, *special)]
     config: dict[str, Any] = {
         "tokenizer_class": "DreamTokenizer",
-        "added_tokens_decoder": {str(len(tokens) + i): {"content": token, **flags} for i, token in enumerate(special)},
+        "added_tokens_decoder": {str(index): token for index, token in enumerate(further, len(tokens))},
         "eos_token": special[0],
         "pad_token": special[0],
         "mask_token": special[-1],

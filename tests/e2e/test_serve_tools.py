@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from tests.e2e.conftest import ServerProcess, running
+from tests.tiny import write_tokenizer
 from tests.tool_template import FILE
 
 SCHEMA: dict[str, Any] = {
@@ -28,7 +30,10 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
-def server(model_dir: Path) -> Iterator[ServerProcess]:
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Its tokenizer has tokens for what is around calls, as Qwen3's has."""
+    model_dir = copytree(model_dir, tmp_path_factory.mktemp("tools") / "tiny")
+    write_tokenizer(model_dir, added=("<tool_call>", "</tool_call>", "<think>"))
     with running("--model", str(model_dir), "--chat-template", str(FILE), "--max-body-size", "2MiB") as process:
         yield process
 
@@ -54,6 +59,17 @@ def test_forced_calls_keep_to_the_schema_and_are_sent_back(server: ServerProcess
             assert piece.function is not None
             name, arguments_text = name + (piece.function.name or ""), arguments_text + (piece.function.arguments or "")
     assert (name, arguments_text) == (call.function.name, call.function.arguments)
+
+
+def test_texts_of_added_and_special_tokens_are_written(server: ServerProcess) -> None:
+    for text in ("<think>", "a <tool_call>\n{", "<|im_end|>", "<|endoftext|></tool_call>"):
+        asked: dict[str, Any] = {"messages": HELLO, "max_tokens": 200}
+        by_choice = {"guided_choice": [text]}
+        as_json = {"guided_json": {"const": text}}
+        for body, content in ((by_choice, text), (as_json, json.dumps(text))):
+            (choice,) = server.http.post("/v1/chat/completions", json={**asked, **body}).json()["choices"]
+            assert choice["message"]["content"] == content
+            assert choice["finish_reason"] == "stop"
 
 
 def test_the_same_in_responses(server: ServerProcess) -> None:
