@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -46,15 +48,16 @@ def _grammar_bans(sequence: Sequence, share: Share, device: torch.device) -> Ban
             # same tokens before it.
             is_first = (share.positions == row.masked[0]) & (share.predicted_rows == number)
             list_of_row[is_first] = indices[allowed[share.branches[number]]]
-    return Bans(
-        tuple(_banned(tokens, sequence.scoring.num_token_ids).to(device) for tokens in indices), list_of_row, True
-    )
+    lists = tuple(_banned(tokens, sequence.scoring.num_token_ids, device) for tokens in indices)
+    return Bans(lists, list_of_row, True)
 
 
-def _banned(allowed: int, num_token_ids: int) -> Tensor:
-    """The complement of a set of tokens, bool [num_token_ids]."""
+@lru_cache(maxsize=32)  # 600 KB each; inside a string, say, most requests allow the same
+def _banned(allowed: int, num_token_ids: int, device: torch.device) -> Tensor:
+    """The complement of a set of tokens, float32 [num_token_ids]: 1 for its members."""
     packed = np.frombuffer(allowed.to_bytes(-(-num_token_ids // 8), "little"), dtype=np.uint8)
-    return torch.from_numpy(np.unpackbits(packed, count=num_token_ids, bitorder="little") == 0)
+    bits = np.unpackbits(packed, count=num_token_ids, bitorder="little")
+    return torch.from_numpy((bits == 0).astype(np.float32)).to(device)
 
 
 def _answer(sequence: Sequence, row: RowPlan, prompt_length: int) -> list[int]:

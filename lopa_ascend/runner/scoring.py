@@ -16,7 +16,7 @@ from lopa_ascend.probe import Probe
 from lopa_ascend.score.adjust import Adjustment
 from lopa_ascend.score.merge import merge_scores
 from lopa_ascend.score.prediction import NUM_COLUMNS, encode
-from lopa_ascend.score.shards import MAX_OFFERED, Bans, shard_scores
+from lopa_ascend.score.shards import MAX_OFFERED, Bans, join_bans, shard_scores
 from lopa_ascend.types import Scoring
 
 HEAD_ROWS = 512
@@ -47,7 +47,7 @@ class Job:
     @property
     def is_alone(self) -> bool:
         """Whether the job cannot share a batch."""
-        return self.adjustment is not None or self.bans is not None
+        return self.adjustment is not None or (self.bans is not None and not self.bans.excludes)
 
     def is_like(self, other: Job) -> bool:
         """Whether both may be scored in one batch. Greedy requests share a batch whatever their passes' numbers are."""
@@ -67,16 +67,18 @@ class Scorer:
         for batch in _batches(jobs):
             rows = torch.cat([job.hidden for job in batch])
             where = np.concatenate([job.positions for job in batch])
+            bans = join_bans([(job.bans, len(job.hidden)) for job in batch])
             with probe("score", (len(rows), batch[0].scoring)):
-                scored = self._score_rows(rows, where, batch[0])
+                scored = self._score_rows(rows, where, batch[0], bans)
             out += scored.split([len(job.hidden) for job in batch])
         return out
 
-    def _score_rows(self, rows: Tensor, positions: Indices, job: Job) -> Tensor:
+    def _score_rows(self, rows: Tensor, positions: Indices, job: Job, bans: Bans | None) -> Tensor:
         """The encoded predictions of hidden states [n, hidden] for the positions [n].
 
         Args:
             job: the first of the batch, like which the others are scored.
+            bans: of all of the batch.
         """
         num_rows, scoring, round_ = len(rows), job.scoring, job.round
         if not num_rows:
@@ -92,7 +94,7 @@ class Scorer:
         for chunk, chunk_positions in zip(rows.split(HEAD_ROWS), where.split(HEAD_ROWS), strict=True):
             logits = self.model.logits(chunk).split(score_rows)
             for piece, at in zip(logits, chunk_positions.split(score_rows), strict=True):
-                shard = self._shard_scores(piece, at, job, first_row)
+                shard = self._shard_scores(piece, at, job, bans and bans.within(first_row, len(piece)))
                 first_row += len(piece)
                 if is_split:
                     pieces.append((shard,))
@@ -103,19 +105,18 @@ class Scorer:
             columns = list(merge_scores(tp.all_gather(columns[0], "vocabulary"), scoring, where, round_))
         return encode(*(column[:num_rows] for column in columns))
 
-    def _shard_scores(self, logits: Tensor, positions: Tensor, job: Job, first_row: int) -> Tensor:
+    def _shard_scores(self, logits: Tensor, positions: Tensor, job: Job, bans: Bans | None) -> Tensor:
         """The statistics of this rank's shard for some rows of a batch; see ``shards.shard_scores``.
 
         Args:
             logits: of these rows [R, local_vocab_size].
             positions: which they predict, int64 [R].
-            job: the first of the batch, and the only one if it has an adjustment or bans.
-            first_row: index of the first of them in the batch.
+            job: the first of the batch, and the only one if it has an adjustment.
+            bans: of these rows.
         """
         first_token_id = self.model.first_token_id
         if job.adjustment is not None:
             logits = job.adjustment.apply(logits, first_token_id)
-        bans = None if job.bans is None else job.bans.within(first_row, len(logits))
         limit = MAX_OFFERED if self.model.tp.size > 1 else None
         return shard_scores(logits, job.scoring, positions, job.round, first_token_id, limit, bans)
 

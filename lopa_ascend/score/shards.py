@@ -11,6 +11,7 @@ published code. Ties go to the lowest token id. At a temperature the token is dr
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,11 +42,17 @@ class Bans(NamedTuple):
     """Tokens that may not be chosen in single rows."""
 
     lists: tuple[Tensor, ...]
-    """The distinct lists of banned token ids, int64 [n] each; with ``excludes`` bool [vocabulary], true if banned."""
+    """The distinct lists of banned token ids, int64 [n] each; with ``excludes`` float32 [vocabulary], 1 if banned, else
+    0."""
     list_of_row: NDArray[np.int64]
     """Index into ``lists`` of each row; -1 for none."""
     excludes: bool = False
     """Banned tokens have probability 0: the others share what they would have. If not, they keep their share."""
+
+    @property
+    def emptied(self) -> NDArray[np.int64]:
+        """The rows in which many tokens have probability 0."""
+        return np.flatnonzero(self.list_of_row >= 0) if self.excludes else np.empty(0, dtype=np.int64)
 
     def within(self, first_row: int, num_rows: int) -> Bans:
         """The bans of a range of rows."""
@@ -57,10 +64,25 @@ class Bans(NamedTuple):
         Args:
             first: token id of the first column.
         """
-        for row in np.flatnonzero(self.list_of_row >= 0):
+        for row in self.emptied:
             banned = self.lists[self.list_of_row[row]][first : first + x.shape[-1]]
-            x[row, : len(banned)].masked_fill_(banned, EXCLUDED)
+            x[row, : len(banned)].add_(banned, alpha=EXCLUDED)  # many times as fast as a masked fill
             x[row, len(banned) :] = EXCLUDED  # rows of the embedding beyond the vocabulary
+
+
+def join_bans(parts: Sequence[tuple[Bans | None, int]]) -> Bans | None:
+    """The bans of several runs of rows, one after the other; all that have some exclude alike.
+
+    Args:
+        parts: the bans of each run, and its rows.
+    """
+    lists, list_of_row, excludes = list[Tensor](), [], False
+    for bans, num_rows in parts:
+        indices = np.full(num_rows, -1) if bans is None else bans.list_of_row
+        list_of_row.append(np.where(indices < 0, -1, indices + len(lists)))
+        if bans is not None:
+            lists, excludes = [*lists, *bans.lists], bans.excludes
+    return Bans(tuple(lists), np.concatenate(list_of_row), excludes) if lists else None
 
 
 def columns(scoring: Scoring) -> tuple[str, ...]:
@@ -111,7 +133,6 @@ def shard_scores(
     x = logits.float()
     if bans is not None and bans.excludes:
         bans.exclude(x, first)
-        bans = None
     high = x.amax(-1, keepdim=True)  # NaN and +inf show in it, and make all statistics NaN
     if scoring.truncated:
         stats, values, ids = _offer_best(x, high, scoring, positions, first, limit, bans)
@@ -141,7 +162,8 @@ def _offer_one(
     stats = {"other": x.amax(-1, keepdim=True)} if scoring.confidence == "margin" else {}
     # A row without an allowed token offers -inf for the column of a banned one, whose logit must stay.
     x.scatter_(-1, chosen, torch.maximum(columns_of(x, chosen), values))
-    return stats | softmax_sums(x, high, scoring), values, chosen + first
+    emptied = () if bans is None else bans.emptied
+    return stats | softmax_sums(x, high, scoring, emptied), values, chosen + first
 
 
 def _offer_best(
@@ -190,7 +212,7 @@ def _ban(x: Tensor, scoring: Scoring, positions: Tensor, first: int, bans: Bans 
     is_early = positions < scoring.min_position
     if scoring.eos and bool(is_early.any()):
         places.append((is_early.nonzero(), _eos_columns(x, scoring, first)))
-    if bans is not None:
+    if bans is not None and not bans.excludes:
         for index in np.unique(bans.list_of_row[bans.list_of_row >= 0]):
             rows, ids = np.flatnonzero(bans.list_of_row == index), bans.lists[index]
             is_here = (ids >= first) & (ids < first + size)

@@ -15,6 +15,7 @@ from lopa_ascend.parallel.collectives import ALONE
 from lopa_ascend.probe import no_probe
 from lopa_ascend.runner.scoring import HEAD_ROWS, Job, Scorer
 from lopa_ascend.score.noise import gumbel_noise
+from lopa_ascend.score.shards import Bans
 from lopa_ascend.types import Scoring
 
 VOCAB = 152_064
@@ -31,7 +32,10 @@ class Logits:
     def __init__(self, num_rows: int) -> None:
         self.table = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(0))
 
+    calls = 0
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
         return self.table[hidden[:, 0].long()]
 
 
@@ -47,8 +51,31 @@ def score(model: Logits, jobs: list[Job]) -> list[torch.Tensor]:
     return Scorer(cast(Model, model), CpuOps()).score(jobs, no_probe)
 
 
-def job(rows: list[int], scoring: Scoring, round_: int = 0) -> Job:
-    return Job(torch.tensor(rows, dtype=torch.float32)[:, None], np.array(rows) + 100, scoring, round_)
+def job(rows: list[int], scoring: Scoring, round_: int = 0, bans: Bans | None = None) -> Job:
+    return Job(torch.tensor(rows, dtype=torch.float32)[:, None], np.array(rows) + 100, scoring, round_, bans=bans)
+
+
+@pytest.mark.parametrize(
+    "scoring", [GREEDY, SAMPLED, Scoring("margin", 5, VOCAB), Scoring("max_prob", 5, VOCAB, temperature=1.0, top_p=0.9)]
+)
+def test_jobs_under_grammars_share_the_head_and_keep_their_bits(scoring: Scoring) -> None:
+    model = Logits(24)
+    even, only = (torch.arange(VOCAB) % 2 == 0).float(), (torch.arange(VOCAB) != 77).float()
+    jobs = [
+        job([0, 1], scoring, bans=Bans((even,), np.array([0, -1]), True)),
+        job([2, 3, 4], scoring),
+        job([5, 6, 7], scoring, bans=Bans((only, even), np.array([1, 0, -1]), True)),
+        job(list(range(8, 23)), scoring),
+    ]
+    alone = [score(model, [each])[0] for each in jobs]
+    model.calls = 0
+    together = score(model, jobs)
+    assert model.calls == 1
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one, other)
+    tokens = [int(token) for token in together[2][:2, 0]]
+    assert tokens[0] % 2 == 1
+    assert tokens[1] == 77
 
 
 @pytest.mark.usefixtures("two_threads")
