@@ -7,9 +7,10 @@
     bench decode --prompt-tokens 200 600              how long a step with a long prompt makes others wait
     bench decode --graph-mode inductor --branches 3   compiled steps; minutes of compilation first
 
-A model without a tokenizer gets prompts of 128 random token ids. --random decodes with a random Dream of 125 M parameters (hidden size 768, 12 layers, vocabulary 32,000), a prompt of
-128 random tokens, 128 new tokens and blocks of 32. All combinations of the lists are decoded, in each round one after
-the other. Times are CPU seconds of this process, so other work on the machine disturbs them little. The columns:
+A model without a tokenizer gets prompts of 128 random token ids. --random decodes with a random Dream of 125 M
+parameters (hidden size 768, 12 layers, vocabulary 32,000), a prompt of 128 random tokens, 128 new tokens and blocks of
+32. All combinations of the lists are decoded, in each round one after the other. Times are CPU seconds of this process,
+so other work on the machine disturbs them little. The columns:
 
   forwards, TPF      forward passes, and tokens of answers divided by them
   tokens/step        tokens that the model computes in an engine step; positions that branches share count once
