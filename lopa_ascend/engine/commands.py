@@ -31,6 +31,10 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     request_id: str
 
 
+PROFILE_NAME = "%Y%m%d-%H%M%S-%f"
+"""Names of profiles, of which the newest are kept, as the moment of their beginning."""
+
+
 class StartProfile(msgspec.Struct, tag=True, frozen=True):
     """Record steps from the next one on."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shutil
 from contextlib import AbstractContextManager
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -12,13 +14,15 @@ import msgspec
 from lopa_ascend.backend import load_profiler
 from lopa_ascend.backend.interface import Profile
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.engine.commands import ProfileError, StartProfile
+from lopa_ascend.engine.commands import PROFILE_NAME, ProfileError, StartProfile
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.probe import no_probe
 from lopa_ascend.runner.runner import Runner
 
 logger = logging.getLogger(__name__)
 
+MOST_KEPT = 8
+"""Profiles in the configured folder. The oldest go when another begins."""
 WARM_UP = 1
 """Steps between those that are left out and those that are recorded."""
 
@@ -30,6 +34,19 @@ class Traces(msgspec.Struct, frozen=True):
     """The traces, below the configured folder; on an NPU each is a folder itself."""
     failure: str | None = None
     """Why there are none, if the rank should have recorded steps and could not."""
+
+
+def remove_oldest(folder: Path) -> None:
+    """Removes all but the newest profiles of servers, and nothing else."""
+    for path in sorted(path for path in folder.iterdir() if _is_profile(path))[:-MOST_KEPT]:
+        shutil.rmtree(path, ignore_errors=True)  # another rank may do the same
+
+
+def _is_profile(path: Path) -> bool:
+    try:
+        return f"{datetime.strptime(path.name, PROFILE_NAME):{PROFILE_NAME}}" == path.name
+    except ValueError:
+        return False
 
 
 class Profiles:
@@ -69,6 +86,7 @@ class Profiles:
             try:
                 folder = self._folder / asked.name
                 folder.mkdir(parents=True, exist_ok=True)
+                remove_oldest(self._folder)
                 self._profile = self._profiler.start_profile(
                     folder, f"rank{self._mesh.rank}", asked.delay_steps, asked.num_steps
                 )

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from lopa_ascend.parallel.launch import follower_command, rank_in_environment
-from lopa_ascend.serve.cli import parse_args
+from lopa_ascend.serve.cli import API_KEY, parse_args
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.standard_streams import open_closed_streams, write_as_possible
 
@@ -41,6 +41,7 @@ def _serve(config: ServeConfig) -> int:
 def main(argv: list[str] | None = None) -> NoReturn:
     open_closed_streams()
     config = parse_args(argv)
+    os.environ.pop(API_KEY, None)  # no other process needs it: not the engine's, not Ray's
     write_as_possible()
     rank = rank_in_environment()
     if rank is not None and rank > 0:

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 
 import lopa_ascend
+from lopa_ascend.demo import EXAMPLES
 from lopa_ascend.serve import diffusion
 from lopa_ascend.serve.diffusion import DiffusionChatRequest, DiffusionCompletionRequest
 from lopa_ascend.serve.endpoint import Endpoint, ServedModel
@@ -66,7 +67,7 @@ def create_app(clients: Sequence[EngineClient], address: str | None = None) -> F
     set_up_request_log()
     app.state.intake = intake = Intake(config.max_body_size)
     endpoint = Endpoint([ServedModel(client) for client in clients], intake, config)
-    add_view(app, is_shown=config.ui)
+    add_view(app, is_shown=config.ui, examples=EXAMPLES if config.engine.model is None else ())
     add_state(app, endpoint)
     add_models(app, endpoint)
     add_tokenizer(app, endpoint, intake)

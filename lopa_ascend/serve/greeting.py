@@ -16,7 +16,7 @@ from lopa_ascend.config import (
 )
 from lopa_ascend.config.files import shown
 from lopa_ascend.config.kinds import format_size
-from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
+from lopa_ascend.demo import DEMO_MODEL, EXAMPLES
 from lopa_ascend.kv.pages import slots_for
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.link.client import EngineClient
@@ -139,10 +139,7 @@ def _example(client: EngineClient, config: ServeConfig) -> tuple[str, dict[str, 
     """Route and body of a request that works."""
     if client.prompts.tokenizer is None:
         return "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 32}
-    question = "What is 12 + 30?"
-    if config.engine.model is None:
-        with HELD_OUT.open(encoding="utf-8") as lines:
-            question = json.loads(lines.readline())["question"]
+    question = EXAMPLES[0] if config.engine.model is None else "What is 12 + 30?"
     messages = [{"role": "user", "content": question}]
     try:
         client.prompts.encode_chat(messages)

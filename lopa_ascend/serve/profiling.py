@@ -14,10 +14,10 @@ from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import Body, Intake, read_body
 from lopa_ascend.serve.http.openapi import READING, body_of, errors
 from lopa_ascend.serve.link.client import EngineClient
-from lopa_ascend.serve.link.messages import Profiled
+from lopa_ascend.serve.link.messages import PROFILE_NAME, Profiled
 
-MAX_STEPS = 200
-"""Steps of a profile at most: to write them takes seconds, in which the engine makes no step."""
+MAX_STEPS = 20
+"""Steps of a profile at most: to write each takes about a tenth of a second, in which the engine makes no step."""
 
 B = TypeVar("B", bound=Body)
 
@@ -30,7 +30,7 @@ class StartProfileRequest(Body):
     ranks: list[int] = Field(default=[0], min_length=1, description="The ranks that record.")
     delay_steps: int = Field(default=0, ge=0, le=10**6, description="Steps of the engine that are left out first.")
     num_steps: int = Field(
-        default=50, ge=1, le=MAX_STEPS, description="Steps after which the profile ends, unless it is stopped before."
+        default=10, ge=1, le=MAX_STEPS, description="Steps after which the profile ends, unless it is stopped before."
     )
 
 
@@ -69,7 +69,7 @@ def add_profiling(app: FastAPI, endpoint: Endpoint, intake: Intake) -> None:
         if any(not 0 <= rank <= last for rank in asked.ranks):
             message = f"ranks: must be ranks from 0 to {last}, got {asked.ranks}"
             raise ApiError(HTTPStatus.BAD_REQUEST, message, param="ranks")
-        name = f"{datetime.now():%Y%m%d-%H%M%S-%f}"
+        name = f"{datetime.now():{PROFILE_NAME}}"
         ranks = sorted({*asked.ranks})
         answer = await client.start_profile(name, ranks, asked.delay_steps, asked.num_steps)
         _check(answer, "end it by POST /stop_profile first")

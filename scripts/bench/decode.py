@@ -7,9 +7,10 @@
     bench decode --prompt-tokens 200 600              how long a step with a long prompt makes others wait
     bench decode --graph-mode inductor --branches 3   compiled steps; minutes of compilation first
 
---random decodes with a random Dream of 125 M parameters (hidden size 768, 12 layers, vocabulary 32,000), a prompt of
-128 random tokens, 128 new tokens and blocks of 32. All combinations of the lists are decoded, in each round one after
-the other. Times are CPU seconds of this process, so other work on the machine disturbs them little. The columns:
+A model without a tokenizer gets prompts of 128 random token ids. --random decodes with a random Dream of 125 M
+parameters (hidden size 768, 12 layers, vocabulary 32,000), a prompt of 128 random tokens, 128 new tokens and blocks of
+32. All combinations of the lists are decoded, in each round one after the other. Times are CPU seconds of this process,
+so other work on the machine disturbs them little. The columns:
 
   forwards, TPF      forward passes, and tokens of answers divided by them
   tokens/step        tokens that the model computes in an engine step; positions that branches share count once
@@ -67,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("--branches", [0, 4, 8], 0, "lookahead branches, the paper's k; 0 is D2F"),
         ("--block-size", None, 1, "positions of a block; default: the model's"),
         ("--requests", [1], 1, "requests that are decoded together"),
-        ("--prompt-tokens", None, 1, "tokens of a prompt; default: a problem's, and 128 with --random"),
+        ("--prompt-tokens", None, 1, "tokens of a prompt; default: a problem's; 128 random ones"),
     ):
         shown = "" if default is None else f" (default: {' '.join(map(str, default))})"
         parser.add_argument(name, type=number_from(least), nargs="+", default=default, metavar="N", help=text + shown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from lopa_ascend import LLM
 
 Message = dict[str, str]
+
+RANDOM_LENGTH = 128
+"""Tokens of a prompt of random ids."""
 
 
 def questions() -> list[str]:
@@ -26,17 +30,22 @@ def chat(question: str) -> list[Message]:
 
 
 def text_prompts(llm: LLM, count: int, length: int | None = None) -> list[list[int]]:
-    """Prompts of held-out problems for a model with a tokenizer.
+    """Prompts of held-out problems; for a model without a tokenizer random token ids, the same ones every time.
 
     Args:
         llm: the model.
         count: how many.
-        length: tokens of each, cut out of many problems in a row; None: each is one problem as a chat.
+        length: tokens of each, cut out of many problems in a row; None: each is one problem, as a chat if the model has
+            a template, or ``RANDOM_LENGTH`` random ids.
     """
+    if llm.tokenizer is None:
+        ids = [token for token in range(llm.config.vocab_size) if token != llm.config.mask_token_id]
+        return [random.Random(index).choices(ids, k=length or RANDOM_LENGTH) for index in range(count)]
     texts = questions()
     if length is None:
         asked = itertools.islice(itertools.cycle(texts), count)
-        return [llm.tokenize_chat(chat(text)) for text in asked]
+        has_template = llm.tokenizer.chat_template is not None
+        return [llm.tokenize_chat(chat(text)) if has_template else llm.tokenize(text) for text in asked]
     return [_cut(llm, texts[index % len(texts) :], length) for index in range(count)]
 
 

@@ -140,6 +140,18 @@ def test_every_combination_is_decoded_and_prompts_may_be_computed_before(
         assert steps[prompt, 1, 2] > steps[prompt, 1, 0]
 
 
+@pytest.mark.parametrize("length", [None, 20])
+def test_a_model_without_a_tokenizer_decodes_random_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], length: int | None
+) -> None:
+    write_dream(tmp_path)
+    options = f"--model {tmp_path} --branches 2 --new-tokens 8 --prompts 2"
+    options += "" if length is None else f" --prompt-tokens {length}"
+    first, again = (decoded(*options.split(), capsys=capsys)["decodes"] for _ in range(2))
+    assert [one["prompt_tokens"] for one in first] == [length or 128]
+    assert [one["token_digest"] for one in first] == [one["token_digest"] for one in again]
+
+
 def test_tables_have_a_row_for_each_decode_and_floors_in_brackets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,9 @@ def test_request_ids(server: ServerProcess):
 def test_key_and_log(model_dir: Path):
     with running("--model", str(model_dir), env={"LOPA_API_KEY": KEY}) as server:
         http = server.http
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        assert children
+        assert not any(KEY.encode() in Path(f"/proc/{child}/environ").read_bytes() for child in children)
         for wrong in (None, "", "Bearer", f"Bearer {KEY}x", KEY, f"Basic {KEY}", "Bearer ü"):
             headers = [] if wrong is None else [(b"authorization", wrong.encode())]
             for route in ("/v1/models", "/metrics", "/openapi.json", "/docs", "/server_info", "/v1/nothing"):

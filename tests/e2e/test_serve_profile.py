@@ -39,7 +39,7 @@ def test_profiles_of_chosen_ranks(model_dir: Path, tmp_path: Path):
             ({"ranks": [2]}, "ranks"),
             ({"ranks": []}, "ranks"),
             ({"num_steps": 0}, "num_steps"),
-            ({"num_steps": 10**6}, "num_steps"),
+            ({"num_steps": 21}, "num_steps"),
             ({"delay_steps": -1}, "delay_steps"),
             ({"output_dir": "/elsewhere"}, "output_dir"),
         ]
@@ -47,12 +47,19 @@ def test_profiles_of_chosen_ranks(model_dir: Path, tmp_path: Path):
             assert refused(post("/start_profile", json=body))["param"] == param
         assert "POST /start_profile" in refused(post("/stop_profile"), 409)["message"]
 
+        for number in range(9):
+            (folder / f"20200101-00000{number}-000000").mkdir()
+        own = {"notes", "20200101-000000-00000", "2020-profile"}
+        for name in own:
+            (folder / name).mkdir()
         started = post("/start_profile", json={"ranks": [1, 0, 1], "num_steps": 2}).raise_for_status().json()
         assert (started["ranks"], started["delay_steps"], started["num_steps"]) == ([0, 1], 0, 2)
         assert "POST /stop_profile" in refused(post("/start_profile"), 409)["message"]
         generate(server)  # more steps than two: the profile ends by itself
         stopped = post("/stop_profile").raise_for_status().json()
         refused(post("/stop_profile"), 409)
+        kept = {f"20200101-00000{number}-000000" for number in range(2, 9)}  # with the new one the newest eight
+        assert {path.name for path in folder.iterdir()} == {*kept, *own, started["profile"]}
         assert [name.partition(".")[0] for name in stopped["traces"]] == [
             f"{started['profile']}/rank{rank}" for rank in (0, 1)
         ]

@@ -87,6 +87,33 @@ def test_a_head_that_trickles_in_ends_the_connection():
     against_a_server(client)
 
 
+def head_of(size: int, *, in_url: bool) -> bytes:
+    """A head of so many bytes, in its address or in its fields."""
+    start, end = b"GET /", b" HTTP/1.1\r\nHost: x\r\n\r\n"
+    rest = size - len(start + end)
+    if in_url:
+        return start + b"a" * rest + end
+    fields = b"".join(b"X-%05d: %s\r\n" % (n, b"a" * 989) for n in range(rest // 1000))
+    return start + end[:-2] + fields + b"X-%s: \r\n" % (b"a" * (rest - len(fields) - 6)) + b"\r\n"
+
+
+@pytest.mark.parametrize("in_url", [False, True])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_head_above_the_limit_is_refused_however_it_comes(in_url: bool, pieces: int):
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head_of(2**16 - 100, in_url=in_url))
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        head = head_of(70_000, in_url=in_url)
+        for start in range(0, len(head), -(-len(head) // pieces)):
+            writer.write(head[start : start + -(-len(head) // pieces)])
+            await asyncio.sleep(TIMEOUT / 10)
+        said = await read_to_the_end(reader)
+        assert said.startswith(b"HTTP/1.1 431 Request Header Fields Too Large")
+        assert b"head of the request is too long" in said
+
+    against_a_server(client)
+
+
 def test_a_body_that_goes_on_after_its_answer_has_a_limit():
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")

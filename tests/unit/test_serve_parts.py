@@ -137,6 +137,29 @@ def test_keys_and_ids():
     assert asyncio.run(answer(Access(PlainTextResponse("fine"), None), scope()))[0] == 200
 
 
+PAGE = (b"origin", b"http://elsewhere.example")
+TEXT_OF_A_PAGE = (b"content-type", b"text/plain; charset=application/json")
+JSON = (b"content-type", b"application/json; charset=utf-8")
+
+
+@pytest.mark.parametrize("route", ["/start_profile", "/stop_profile", "/abort_request", "/v1/infill", "/new"])
+def test_what_a_browser_sends_without_asking_changes_nothing(route: str):
+    app = Access(PlainTextResponse("fine"), None)
+    for status, headers in ((400, (PAGE,)), (400, (PAGE, TEXT_OF_A_PAGE)), (200, (PAGE, JSON)), (200, ())):
+        code, _, body = asyncio.run(answer(app, {**scope(route, *headers), "method": "POST"}))
+        assert code == status
+        assert (b"invalid_content_type" in body) == (status == 400)
+    assert asyncio.run(answer(app, {**scope(route, PAGE), "method": "GET"}))[0] == 200
+
+
+def test_no_answer_is_shown_in_a_frame_of_another_page():
+    own = PlainTextResponse("fine", headers={"Content-Security-Policy": "default-src 'none'"})
+    for app, path in ((PlainTextResponse("fine"), "/docs"), (PlainTextResponse("fine"), "/refused"), (own, "/")):
+        key = "key" if path == "/refused" else None
+        policy = asyncio.run(answer(Access(app, key), scope(path)))[1][b"content-security-policy"]
+        assert policy == (b"default-src 'none'" if app is own else b"frame-ancestors 'none'")
+
+
 @pytest.mark.parametrize("root", ["", "/api"])
 def test_slashes_too_many_change_no_route(root: str):
     async def show(scope: Any, receive: Any, send: Any) -> None:

@@ -16,11 +16,11 @@ from lopa_ascend.serve.view import add_view
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
-def client(*, is_shown: bool = True, root: str = "", **access: Any) -> TestClient:
+def client(*, is_shown: bool = True, root: str = "", examples: tuple[str, ...] = (), **access: Any) -> TestClient:
     app = FastAPI()
     install_handlers(app)
     app.add_middleware(Access, **{"api_key": None, **access})
-    add_view(app, is_shown=is_shown)
+    add_view(app, is_shown=is_shown, examples=examples)
     return TestClient(app, root_path=root)
 
 
@@ -51,6 +51,13 @@ def test_the_page_may_load_from_its_server_alone():
     assert rules.pop("default-src") == rules.pop("frame-ancestors") == "'none'"
     assert all(rules.pop(f"{name}-src") == "'self'" for name in ("script", "style", "img", "connect"))
     assert "unsafe" not in policy
+
+
+def test_the_page_offers_the_questions_that_it_is_given():
+    asked = client(examples=("Is 1 < 2?", "And 3?"))
+    page = asked.get("/", headers=BROWSER).text
+    assert '<button type="button">Is 1 &lt; 2?</button><button type="button">And 3?</button></div>' in page
+    assert 'aria-label="Questions to try"></div>' in client().get("/", headers=BROWSER).text
 
 
 def test_clients_that_want_no_page_get_a_text():

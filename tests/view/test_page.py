@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lopa_ascend.demo import EXAMPLES
 from tests.e2e.conftest import ServerProcess, running
 from tests.view.conftest import Pages
 from tests.view.traces import START, branch, fill, large, lines, small, step
@@ -73,6 +74,21 @@ def press(page: Any, *keys: str) -> str:
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_asks_an_example_and_sees_passes_above_settings(demo: ServerProcess, pages: Pages):
+    page = pages(demo.url, viewport={"width": 390, "height": 844})
+    page.wait_for_selector("#send:enabled")
+    assert texts(page, "#examples button") == list(EXAMPLES)
+    page.click("#examples button >> nth=2")
+    finished(page)
+    assert texts(page, "#log .you span") == [EXAMPLES[2]]
+    assert "#### 8" in page.inner_text("#log .model")
+    assert page.is_hidden("#examples")
+    tops = [page.locator(part).bounding_box()["y"] for part in ("#ask", "#panels", "#settings")]
+    assert tops == sorted(tops)
+    page.click("#new")
+    assert page.is_visible("#examples")
 
 
 def test_a_conversation_of_two_questions(demo: ServerProcess, pages: Pages):
@@ -284,11 +300,77 @@ BAD_FILES = {
     b"5\n": "is no trace. Make one",
     b"": "is empty",
     lines([{**START, "version": 2}]): "has version 2 of the format, and this page reads version 1: open it with",
-    lines([{**START, "block_size": 0}]): "has a damaged first line",
-    lines([START, {"object": "diffusion.step", "fills": []}]): "has a pass without its fills or branches",
-    lines([START, {**small()[1], "fills": [{"position": 10**9}]}]): "fills the position 1000000000",
+    lines([START, START]): "has an event that is no pass",
+    lines([START, {"object": "constructor"}]): "has an event that is no pass",
     lines(small())[:-40]: "breaks off or is damaged in line 5",
 }
+
+
+ANCHOR = branch(0, 0.5, None)
+DAMAGED: dict[int, dict[str, list[Any]]] = {
+    0: {
+        "block_size": [0, 0.001, 1e-300, -8, "8", None, [8], 2**31],
+        "first_block": [-8, 0.5, 1, "0"],
+        "decoding": [None, "lopa", {"decoding": {}}, {"a": [[]]}, dict.fromkeys(map(str, range(100)), 1)],
+        "prompt": [5, ["a"]],
+        "id": [None, {}],
+    },
+    1: {
+        "fills": [None, {}, [5], [None], [{**fill(0), "position": 10**9}], [{**fill(0), "position": 0.5}],
+                  [{**fill(0), "token": {}}], [{**fill(0), "prob": None}], [fill(0)] * 20_000],
+        "edits": [5, [None], [{"position": -1}]],
+        "remasked": ["ab", {"length": 1e9}, [-1]],
+        "canvas_length": [1e9, 16.5, -1, None, "16"],
+        "committed": [None, "x"],
+        "seconds": [None, "1", -1, [1]],
+        "text": [None, {}],
+        "winner": [1, -1, 0.5, "0", "length", None],
+        "branches": [None, {"0": ANCHOR}, [ANCHOR] * 2000, [{**ANCHOR, "score": "x"}], [{**ANCHOR, "further": [5]}],
+                     [{**ANCHOR, "lookahead": {"position": 1}}]],
+    },
+    4: {
+        "token_ids": [None, 5, {"length": 5}, [0.5]],
+        "lopa": [None, {}, {"num_forwards": 3, "tokens_per_forward": "4"}],
+        "text": [None, []],
+        "finish_reason": [{}],
+    },
+}  # fmt: skip
+"""Values of fields, by event, that no file may bring to the page."""
+
+
+def test_each_field_of_a_file_is_checked_before_it_is_drawn(demo: ServerProcess, pages: Pages):
+    page = pages(demo.url)
+    open_file(page, "good.jsonl", lines(small()))
+    until(page, lambda: texts(page, ".panel h2")[0].startswith("good.jsonl"))
+    number = 0
+    for place, fields in DAMAGED.items():
+        for name, values in fields.items():
+            for value in values:
+                number += 1
+                events = small()
+                events[place] = {**events[place], name: value}
+                open_file(page, f"bad{number}.jsonl", lines(events))
+                until(page, partial(problem_has, page, f"bad{number}.jsonl cannot be shown: in an event"))
+                assert f" the field {name} is " in page.inner_text("#problem"), (name, value)
+    assert texts(page, ".panel h2")[0].startswith("good.jsonl")
+
+
+def test_what_a_file_may_hold_is_drawn_in_time_and_as_text(demo: ServerProcess, pages: Pages):
+    hostile = "<img src=x onerror=alert(1)><script>alert(1)</script>"
+    start, *rest = small()
+    start |= {"block_size": 1, "prompt": hostile, "id": "../" + hostile, "decoding": {"decoding": hostile}}
+    named = {**fill(0), "token": hostile}
+    wide = step(0, [named], [branch(0, 0.5, named)] * 1024, 0, 2**14)
+    end = {**rest[-1], "text": hostile, "edits": [named], "remasked": [0]}
+    page = pages(demo.url)
+    open_file(page, "wide.jsonl", lines([start, wide, end]))
+    page.wait_for_selector(".panel h2")
+    until(page, lambda: passes_of(page) == 1)
+    assert page.locator("main img, main script").count() == 0
+    assert hostile in page.inner_text("#log")
+    deep = b'{"object": "diffusion.step", "more": ' + b"[" * 200_000 + b"]" * 200_000 + b"}\n"
+    open_file(page, "deep.jsonl", lines(small()[:2]) + deep)
+    until(page, partial(problem_has, page, "deep.jsonl cannot be shown: in an event diffusion.step the field"))
 
 
 def test_a_wrong_file_is_told_in_a_sentence(demo: ServerProcess, pages: Pages):
@@ -440,7 +522,7 @@ def test_everything_has_a_name_for_screen_readers(demo: ServerProcess, pages: Pa
     for _ in range(30):
         order.append(page.evaluate("document.activeElement.id"))
         page.keyboard.press("Tab")
-    assert order.index("question") < order.index("send") < order.index("link") < order.index("file")
+    assert order.index("question") < order.index("send") < order.index("file") < order.index("link")
 
 
 def test_it_works_below_a_path_of_a_proxy(model_dir: Path, pages: Pages):

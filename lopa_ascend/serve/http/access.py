@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.api_error import CLOSE, ApiError
+from lopa_ascend.serve.http.body import check_json
 
 logger = logging.getLogger("uvicorn.error")
 request_logger = logging.getLogger("lopa_ascend.requests")
@@ -32,6 +33,10 @@ SHORT_BODY = 2**16
 """Bytes of a body that may still come after an answer."""
 PORT = re.compile(r":\d*$")
 VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+READS = ("GET", "HEAD", "OPTIONS")
+"""Methods that change nothing."""
+NOT_FRAMED = "frame-ancestors 'none'"
+"""The content policy of answers without one: no web page may show them in a frame, and so catch clicks."""
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 """Names of this machine that a request for it may have in its header Host."""
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
@@ -88,10 +93,12 @@ class Access:
             nonlocal response_started
             if message["type"] == "http.response.start":
                 response_started = True
-                MutableHeaders(scope=message)["x-request-id"] = own_id
+                answered = MutableHeaders(scope=message)
+                answered["x-request-id"] = own_id
+                answered.setdefault("content-security-policy", NOT_FRAMED)
             await send(message)
 
-        refusal = self._refusal(scope["path"].removeprefix(scope.get("root_path", "")), headers)
+        refusal = self._refusal(scope["path"].removeprefix(scope.get("root_path", "")), scope["method"], headers)
         if scope["method"] == "HEAD":  # uvicorn drops the body of the answer
             scope = {**scope, "method": "GET"}
         if refusal is not None:
@@ -106,12 +113,13 @@ class Access:
                 answer = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="internal_error").response()
                 await answer(scope, receive, send_with_id)
 
-    def _refusal(self, route: str, headers: Headers) -> ASGIApp | None:
+    def _refusal(self, route: str, method: str, headers: Headers) -> ASGIApp | None:
         """The answer to a request that may not reach the application."""
         if route in OPEN_ROUTES:
             return None
         wrong_key = None if PAGE.fullmatch(route) else self._wrong_key(headers)
-        return self._wrong_host(headers) or wrong_key or _wrong_encoding(headers)
+        unasked = None if method in READS else _unasked(headers)
+        return self._wrong_host(headers) or wrong_key or unasked or _wrong_encoding(headers)
 
     def _wrong_host(self, headers: Headers) -> ASGIApp | None:
         """The refusal of a request whose header Host names another machine.
@@ -138,6 +146,20 @@ class Access:
         message = "the API key is missing or wrong; send it in the header Authorization: Bearer KEY"
         challenge = {"WWW-Authenticate": "Bearer", **_closing(headers)}
         return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key", headers=challenge).response()
+
+
+def _unasked(headers: Headers) -> ASGIApp | None:
+    """The refusal of a web page's request that its browser has sent without asking, whatever the page's origin.
+
+    For JSON alone a browser first asks ``allow_origins``. It names the origin in each request that is no read.
+    """
+    if "origin" not in headers:
+        return None
+    try:
+        check_json(headers)
+    except ApiError as error:
+        return ApiError(error.status, error.message, code=error.code, headers=_closing(headers)).response()
+    return None
 
 
 def _wrong_encoding(headers: Headers) -> ASGIApp | None:

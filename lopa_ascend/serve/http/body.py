@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from lopa_ascend.config.files import shown
@@ -128,10 +129,7 @@ class Intake:
             raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout", headers=CLOSE) from None
         if size > self._max_body_size:
             raise self._too_large(size)
-        content_type = request.headers.get("content-type", "")
-        if content_type.partition(";")[0].strip().lower() != "application/json":
-            message = f"the content type is {content_type!r}; send Content-Type: application/json"
-            raise ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_content_type")
+        check_json(request.headers)
         content = bytes(body)
         body.clear()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, content)
@@ -159,6 +157,14 @@ class Intake:
         """Drops bodies that wait, and returns when none is worked on any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._threads.shutdown)
+
+
+def check_json(headers: Headers) -> None:
+    """Raises ApiError, 400, unless the body is said to be JSON."""
+    content_type = headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        message = f"the content type is {content_type[:100]!r}; send Content-Type: application/json"
+        raise _bad(message, code="invalid_content_type")
 
 
 # ---- from bytes to fields --------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import re
 import resource
 import time
 from http import HTTPStatus
+from typing import NoReturn
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -19,12 +20,15 @@ HEAD_TIMEOUT = 10.0
 STALL_TIMEOUT = 60.0
 """Most seconds for which a part of an answer, of 64 KiB at most, waits for a client that does not read."""
 MAX_HEAD = 2**16
-"""Most bytes of a head that comes in several pieces."""
+"""Most bytes of a head."""
 MAX_FRAMING = 2**16
 """Most bytes of a message that are not its body, such as the sizes of its chunks, beside a quarter of the body."""
 CHUNK_FRAMING = 5
 """Least bytes that a chunk has beside its content."""
 WORDY = "The body comes in too many small chunks."
+LONG_HEAD = "The head of the request is too long."
+HEADER_FRAMING = len(": \r\n")
+"""Bytes of a field of a head beside its name and value."""
 UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 SPARE_CONNECTIONS = 1024
 """Connections beside those of the requests that may wait."""
@@ -34,9 +38,7 @@ WARNING_INTERVAL = 60.0
 NO_FILE_LEFT = "socket.accept() out of system resource"
 """The beginning of what asyncio logs, with a traceback, if no file is left for a connection."""
 
-BAD_REQUEST = (
-    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-)
+REFUSAL = "HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
 
 
 class Connection(HttpToolsProtocol):
@@ -51,6 +53,8 @@ class Connection(HttpToolsProtocol):
     """Bytes of the head that is awaited."""
     _body_size = _num_pieces = _framing = 0
     """Of the message's body, so far: bytes, pieces that the parser gave, bytes beside it such as sizes of chunks."""
+    _stopped_by = ""
+    """Why the parser was stopped."""
     _head_timer: asyncio.TimerHandle | None = None
     """Runs while the client must send something."""
     _stall_timer: asyncio.TimerHandle | None = None
@@ -84,15 +88,15 @@ class Connection(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self.transport.abort)
         self._head_size += 0 if self._is_in_message else len(data)
         if self._head_size > MAX_HEAD and not self.transport.is_closing():
-            self.send_400_response("The head of the request is too long.")
+            self.send_400_response(LONG_HEAD)
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP, unless it follows an answer: the rest of a body that was answered early."""
-        if self._is_in_message and CHUNK_FRAMING * self._num_pieces > self._most_framing():
-            msg = WORDY
+        msg = self._stopped_by or msg
+        status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if msg is LONG_HEAD else HTTPStatus.BAD_REQUEST
         if not (self._is_in_message and self.cycle.response_started):
-            body = encode(ApiError(HTTPStatus.BAD_REQUEST, msg, code="invalid_headers").body())
-            self.transport.write(BAD_REQUEST % len(body) + body)
+            body = encode(ApiError(status, msg, code="invalid_headers").body())
+            self.transport.write((REFUSAL % (status, status.phrase, len(body))).encode() + body)
         self.transport.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -100,6 +104,8 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) + HEADER_FRAMING for name, value in self.headers) > MAX_HEAD:
+            self._stop_parser(LONG_HEAD)  # it came in one piece
         self._is_in_message = True
         self._body_size = self._num_pieces = self._framing = 0
         super().on_headers_complete()
@@ -109,8 +115,12 @@ class Connection(HttpToolsProtocol):
         self._body_size += len(body)
         self._num_pieces += 1
         if CHUNK_FRAMING * self._num_pieces > self._most_framing():
-            raise ValueError(WORDY)  # the parser stops
+            self._stop_parser(WORDY)
         super().on_body(body)
+
+    def _stop_parser(self, reason: str) -> NoReturn:
+        self._stopped_by = reason
+        raise ValueError(reason)
 
     def _most_framing(self) -> int:
         return MAX_FRAMING + self._body_size // 4

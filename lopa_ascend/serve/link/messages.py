@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from lopa_ascend.config import EngineConfig, Limits
+from lopa_ascend.engine.commands import PROFILE_NAME as PROFILE_NAME
 from lopa_ascend.engine.commands import Abort, Generate, StartProfile, StopProfile
 from lopa_ascend.types import EngineStats, RankReport, Update
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from http import HTTPStatus
 from pathlib import Path
@@ -25,15 +26,18 @@ An OpenAI-compatible server for a diffusion language model. Clients use {root}/v
 """
 
 
-def add_view(app: FastAPI, *, is_shown: bool) -> None:
+def add_view(app: FastAPI, *, is_shown: bool, examples: Sequence[str]) -> None:
     """The routes of the page. They tell nothing secret, and the page asks for the key where one is needed.
 
     Args:
         app: gets the routes.
         is_shown: whether there is a page. Clients that do not accept HTML get a text in any case.
+        examples: questions that the page offers.
     """
     folder = Path(__file__).parent
     files = {file.name: file.read_bytes() for file in folder.iterdir() if is_shown and file.suffix in TYPES}
+
+    buttons = "".join(f'<button type="button">{escape(question)}</button>' for question in examples)
 
     def file(name: str, content: bytes) -> Response:
         return Response(content, media_type=TYPES[Path(name).suffix], headers=HEADERS)
@@ -43,7 +47,8 @@ def add_view(app: FastAPI, *, is_shown: bool) -> None:
         root = request.scope.get("root_path", "")
         if is_shown and "text/html" in request.headers.get("accept", ""):
             # Relative addresses start at the root, whether or not the page's own address ends with a slash.
-            return file(PAGE, files[PAGE].replace(b"{root}", escape(root).encode()))
+            page = files[PAGE].replace(b"{root}", escape(root).encode())
+            return file(PAGE, page.replace(b"{examples}", buttons.encode()))
         return PlainTextResponse(TEXT.format(root=root), headers={"Vary": "Accept"})
 
     @app.get("/view/{name}", include_in_schema=False)

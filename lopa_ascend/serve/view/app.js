@@ -102,6 +102,7 @@ function fieldsOf(side) {
 
 async function ask(question) {
   tell(null);
+  $("examples").hidden = true;
   const asked = shownSides(), isChat = server.hasTemplate;
   say("you", "You", question);
   messages.push({ role: "user", content: question });
@@ -243,6 +244,9 @@ $("ask").addEventListener("submit", (event) => {
   const question = $("question").value.trim();
   if (question && !$("send").disabled) ask(question);
 });
+$("examples").addEventListener("click", ({ target }) => {
+  if (target.type === "button" && !$("send").disabled) ask(target.textContent);
+});
 $("question").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
@@ -252,6 +256,7 @@ $("question").addEventListener("change", settle);
 $("stop").addEventListener("click", stop);
 $("new").addEventListener("click", () => {
   messages = [];
+  $("examples").hidden = false;
   $("log").replaceChildren();
   tell(null);
 });
@@ -277,7 +282,7 @@ $("key").addEventListener("submit", async (event) => {
   }
 });
 $("file").addEventListener("change", (event) => open(event.target.files).then(() => (event.target.value = "")));
-$("save").addEventListener("click", save);
+$("save").addEventListener("click", () => Promise.resolve().then(save).catch(tell));
 addEventListener("dragover", (event) => {
   event.preventDefault();
   $("panels").classList.add("over");

@@ -83,7 +83,7 @@ export class Grid {
   // Marks what the pass has filled, and the tokens of branches that lost.
   drawPass(run, i) {
     const { fills = [], branches = [] } = run.steps[i - 1] ?? {};
-    for (const { position } of fills) if (!run.at(position, i).own) this.frame(position, this.colors.text, 1);
+    for (const { position } of fills) if (!run.at(position, i)?.own) this.frame(position, this.colors.text, 1);
     this.pen.setLineDash([3, 2]);
     for (const { lookahead: own } of branches) {
       if (!own || !(own.position < run.size) || run.at(own.position, i)) continue;

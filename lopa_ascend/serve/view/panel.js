@@ -73,7 +73,7 @@ export class Panel {
     while (this.rows.length > branches.length) this.rows.pop().row.remove();
     for (const [rank, branch] of branches.entries()) {
       const { row, cells, meter, number } = (this.rows[rank] ??= this.addRow());
-      const own = branch.lookahead ? [branch.lookahead, ...branch.further] : [];
+      const own = branch.lookahead ? [branch.lookahead, ...(branch.further ?? [])] : [];
       row.className = rank === winner ? "winner" : "";
       cells[0].textContent = `${rank || "anchor"}${rank === winner ? " wins" : ""}`;
       cells[1].textContent = own.map(shown).join(" ") || "–";

@@ -4,6 +4,35 @@ import { Problem } from "./server.js";
 
 const FORMAT = "lopa-trace", VERSION = 1;
 const MOST = 1 << 14; // positions that a canvas can show in a narrow window
+const MOST_BRANCHES = 1 << 10;
+
+// What is drawn of an event, by field: whether a value may be. Files come from strangers, and have fields that are not drawn.
+const isText = (value) => typeof value === "string";
+const integer = (least, most) => (value) => Number.isInteger(value) && value >= least && value <= most;
+const maybe = (check) => (value) => value == null || check(value);
+const list = (check, most = MOST) => (value) => Array.isArray(value) && value.length <= most && value.every(check);
+const isSetting = maybe((value) => typeof value !== "object");
+const wrong = (form, value) => Object.keys(form).find((name) => !form[name](value[name]));
+const object = (form) => (value) => value != null && !wrong(form, value);
+const isPosition = integer(0, MOST - 1), isCount = integer(0, Number.MAX_SAFE_INTEGER);
+const isFill = object({ position: isPosition, token: maybe(isText), token_id: isCount, prob: Number.isFinite });
+const isBranch = object({ lookahead: maybe(isFill), further: maybe(list(isFill)), score: maybe(Number.isFinite), masks: isCount });
+const changes = { fills: list(isFill), edits: maybe(list(isFill)), remasked: maybe(list(isPosition)) };
+const FORMS = {
+  "diffusion.start": {
+    id: isText, prompt: maybe(isText), block_size: integer(1, 1 << 30), first_block: integer(-(1 << 30), 0),
+    decoding: (value) => Object(value) === value && list(isSetting, 64)(Object.values(value)),
+  },
+  "diffusion.step": {
+    ...changes, canvas_length: integer(0, MOST), committed: isCount, seconds: (value) => value >= 0 && Number.isFinite(value), text: isText,
+    branches: list(isBranch, MOST_BRANCHES), winner: isCount,
+  },
+  "diffusion.done": {
+    ...changes, token_ids: list(isCount), text: isText, finish_reason: maybe(isText),
+    lopa: object({ num_forwards: isCount, tokens_per_forward: Number.isFinite }),
+  },
+  error: { error: object({ message: isText }) },
+};
 
 export class Run {
   constructor(label) {
@@ -26,30 +55,26 @@ export class Run {
 
   // Takes the next event; raises a Problem if it belongs to no trace of this version.
   add(event, source = "The stream") {
-    if (!this.start) check(event, source);
+    check(event, source, Boolean(this.start));
     if (event.error) return this.end(event.error.message);
     const isStep = event.object === "diffusion.step";
-    if (this.start && !isStep && event.object !== "diffusion.done") throw new Problem(`${source} has an event that is no pass.`);
     this.events.push(event);
     if (!this.start) {
       this.start = event;
       this.label ||= labelOf(event.decoding);
       return;
     }
-    const isComplete = Array.isArray(event.fills) && (!isStep || (event.canvas_length <= MOST && event.branches?.[event.winner]));
-    if (!isComplete) throw new Problem(`${source} has a pass without its fills or branches.`);
     if (isStep) this.steps.push(event);
     else this.done = event;
-    const { remasked = [], edits = [], fills } = event, { lookahead, further = [] } = (isStep && event.branches[event.winner]) || {};
+    const remasked = event.remasked ?? [], edits = event.edits ?? [], { fills } = event;
+    const { lookahead, further } = isStep ? event.branches[event.winner] : {};
     for (const position of [...remasked, ...edits.map((edit) => edit.position)]) {
       const known = this.cells[position]?.at(-1);
       if (known) known.until = this.last;
     }
-    const own = new Set([lookahead, ...further].map((fill) => fill?.position));
+    const own = new Set([lookahead, ...(further ?? [])].map((fill) => fill?.position));
     for (const fill of [...fills, ...edits]) {
-      const { position } = fill;
-      if (!(position >= 0 && position < MOST)) throw new Problem(`${source} fills the position ${position}, which no answer has.`);
-      (this.cells[position] ??= []).push({ fill, pass: this.last, own: own.has(position), until: Infinity });
+      (this.cells[fill.position] ??= []).push({ fill, pass: this.last, own: own.has(fill.position), until: Infinity });
     }
     this.counts[this.last] = (this.counts[this.last - isStep] ?? 0) + fills.length - remasked.length;
   }
@@ -103,16 +128,22 @@ export class Run {
   }
 }
 
-function check(event, source) {
-  if (event.format !== FORMAT) {
+function check(event, source, hasStart) {
+  const kind = event.error ? "error" : hasStart ? event.object : "diffusion.start";
+  if (!hasStart && event.format !== FORMAT) {
     throw new Problem(`${source} is no trace. Make one with "trace": true in a request, or with LLM.save_trace.`);
   }
-  if (event.version !== VERSION) {
+  if (!hasStart && event.version !== VERSION) {
     const versions = `has version ${event.version} of the format, and this page reads version ${VERSION}`;
     throw new Problem(`${source} ${versions}: open it with the page of the release that wrote it.`);
   }
-  const hasBlocks = event.block_size > 0 && event.first_block <= 0 && event.first_block > -event.block_size;
-  if (!hasBlocks || !event.decoding) throw new Problem(`${source} has a damaged first line.`);
+  if (!Object.hasOwn(FORMS, kind) || (hasStart && kind === "diffusion.start")) throw new Problem(`${source} has an event that is no pass.`);
+  let name = wrong(FORMS[kind], event);
+  if (kind === "diffusion.start" && -event.first_block >= event.block_size) name ??= "first_block";
+  if (kind === "diffusion.step" && event.winner >= event.branches?.length) name ??= "winner";
+  if (!name) return;
+  const value = event[name], is = value === undefined ? "is missing" : Object(value) === value ? "is damaged" : `is ${JSON.stringify(value).slice(0, 60)}`;
+  throw new Problem(`${source} cannot be shown: in an event ${kind} the field ${name} ${is}.`);
 }
 
 // Settings in a line.
