@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from lopa_ascend.config import ModelConfig
 
 UNIT = 2.0**-24
@@ -24,6 +26,12 @@ def bound(*terms: int) -> float:
         terms: number of terms of each sum on the way from the arguments to the result.
     """
     return ROOM * UNIT * sum(map(math.sqrt, terms))
+
+
+def probability_bound(logits: torch.Tensor) -> float:
+    """The largest difference of a probability of a softmax, as a share of itself. Its logarithm is a difference of two
+    numbers as large as the logits."""
+    return ROOM * UNIT * float(logits[logits.isfinite()].abs().max()) + bound(logits.shape[-1])
 
 
 def forward_bound(config: ModelConfig, positions: int) -> float:
