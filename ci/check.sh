@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All checks, with the tools on PATH, or those of .venv where it exists: ci/check.sh [--fast | --slow]
 # --fast runs the unit tests alone; --slow also the tests marked slow, which are long or repeat another case, and all examples
-# of properties instead of three of ten.
+# of properties instead of three of twenty.
 # mypy runs beside the tests. Every stage runs whatever the ones before it said; the exit status is 1 if any failed.
 # Tests that fail run once more by themselves, because a busy machine misses deadlines that an idle one keeps.
 set -uo pipefail

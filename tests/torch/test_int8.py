@@ -14,6 +14,7 @@ from lopa_ascend.backend.cpu import CpuOps, definition
 from lopa_ascend.backend.cpu.int8 import multiply_float32, packs_exactly
 from lopa_ascend.checkpoint import quantize_weight
 from lopa_ascend.config import ParameterError
+from tests.tiers import slow_but
 from tests.tiny import write_dream, write_tokenizer
 from tests.torch.paging import randn
 
@@ -198,7 +199,7 @@ def tokens(llm: LLM, *batches: list[list[int]]) -> list[list[int]]:
     return [list(output.token_ids) for prompts in batches for output in llm.generate(prompts, PARAMS, quiet=True)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], ["bfloat16"]))
 def test_a_model_runs_on_int8_and_as_the_definitions_say(
     path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
