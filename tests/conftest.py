@@ -21,7 +21,7 @@ from hypothesis import Phase, settings
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 # For ci/check.sh without --slow: fewer examples.
-settings.register_profile("ordinary", settings.get_profile("repeatable"), max_examples=30)
+settings.register_profile("ordinary", settings.get_profile("repeatable"), max_examples=15)
 # For ci/mutants.py, which asks whether tests fail, not for the smallest example.
 settings.register_profile("first-failure", settings.get_profile("repeatable"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("repeatable")

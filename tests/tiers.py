@@ -28,4 +28,4 @@ def slow_but(cases: Iterable[Any], ordinary: Collection[Any]) -> list[Any]:
 def examples(count: int) -> int:
     """Examples of a property that is tested with ``count`` by default, in the profile of hypothesis that is loaded."""
     usual = settings.get_profile("repeatable").max_examples
-    return count * settings().max_examples // usual
+    return max(count * settings().max_examples // usual, 1)

@@ -20,7 +20,6 @@ import msgspec
 from lopa_ascend.config import EngineConfig, ParameterError
 
 if TYPE_CHECKING:
-    import asyncio.subprocess
     import subprocess
 
 OTHER_RANK_FAILED = 3
@@ -269,7 +268,7 @@ def exit_rank(failure: str) -> None:
     os._exit(OTHER_RANK_FAILED)
 
 
-def kill_running(processes: Iterable[subprocess.Popen[bytes] | asyncio.subprocess.Process]) -> None:
+def kill_running(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     """Ends the processes of ranks at once, without waiting for them; they hold nothing that is worth saving."""
     for process in processes:
         if process.returncode is None:

@@ -12,6 +12,7 @@ from lopa_ascend.config import GraphParams
 from lopa_ascend.graph import setup
 from tests.e2e.batching import one_at_a_time, run
 from tests.e2e.test_graph import engine
+from tests.tiers import slow_but
 from tests.tiny import write_dream
 
 
@@ -25,7 +26,7 @@ def path(tmp_path_factory):
     return str(write_dream(tmp_path_factory.mktemp("model"), eos_token_id=3, hidden=64, heads=4, kv_heads=2))
 
 
-@pytest.mark.parametrize("block_size", [4, 6])
+@pytest.mark.parametrize("block_size", slow_but([4, 6], [6]))
 def test_a_request_that_comes_back_to_graphs_goes_on_from_where_eager_steps_left_it(path: str, block_size: int) -> None:
     """Its window first outgrows the graphs; later blocks are decoded in graphs again."""
     params = DecodingParams(block_size=block_size, tau_conf=1.0, tau_add=0.2, max_new_tokens=48, ignore_eos=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lopa_ascend import LLM
+from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import GraphParams
 from tests import golden
 from tests.e2e.conftest import running
@@ -60,6 +60,6 @@ def test_a_server_says_what_its_graphs_do(tmp_path: Path) -> None:
         sampled = server.http.post("/v1/completions", json=body | {"temperature": 1.0})
         assert sampled.status_code == 200
         assert samples(server)["lopa:eager_steps_total temperature"] > 0
-    with running("--model", str(model), "--num-branches", "1", "--block-size", "8") as eager:
-        text = eager.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
-    assert plain.json()["choices"][0]["text"] == text
+    params = DecodingParams(num_branches=1, block_size=8, max_new_tokens=16, ignore_eos=True)
+    (eager,) = LLM(str(model)).generate([[5, 6, 7]], params, quiet=True)
+    assert plain.json()["choices"][0]["text"] == eager.text

@@ -19,6 +19,7 @@ from lopa_ascend.config import ConfigError, ParameterError
 from lopa_ascend.llm import GenerationError
 from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.text.tokenizer import TokenizerError
+from tests.tiers import slow_but
 from tests.tiny import VOCAB_SIZE, write_dream, write_tokenizer
 
 SHORT = {"block_size": 8, "max_new_tokens": 40, "tau_conf": 0.5}
@@ -133,7 +134,7 @@ def test_max_new_tokens_is_exact(llm: LLM) -> None:
         assert output.finish_reason == "length"
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", slow_but(range(8), range(3)))
 def test_an_answer_of_d2f_in_whole_blocks_is_a_prefix_of_a_longer_one(llm: LLM, seed: int) -> None:
     rng = random.Random(seed)
     block_size = rng.choice([4, 8, 32])

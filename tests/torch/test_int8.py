@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.cpu import CpuOps, definition
-from lopa_ascend.backend.cpu.int8 import multiply_float32
-from lopa_ascend.backend.cpu.processor import has_int8_instructions
+from lopa_ascend.backend.cpu.int8 import multiply_float32, packs_exactly
 from lopa_ascend.checkpoint import quantize_weight
 from lopa_ascend.config import ParameterError
+from tests.tiers import slow_but
 from tests.tiny import write_dream, write_tokenizer
 from tests.torch.paging import randn
 
@@ -41,10 +41,10 @@ def test_products_are_those_of_int32(rows: int, inputs: int, outputs: int) -> No
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(0, 16, 4), (1, 32, 8), (33, 1024, 1100), (7, 4999, 33)])
 def test_weights_as_they_are_packed_give_the_same_products(rows: int, inputs: int, outputs: int) -> None:
-    """Packed where the processor has int8 instructions."""
+    """Packed where the processor multiplies packed ones exactly."""
     ops, codes, weight = CpuOps(packs_weights=True), draw(rows, inputs, low=-127), draw(outputs, inputs, seed=1)
     packed = ops.packed(weight)
-    assert packed.is_mkldnn is has_int8_instructions()
+    assert packed.is_mkldnn is packs_exactly(weight.shape)
     assert ("packed int8" in ops.settle([packed])) is packed.is_mkldnn
     scales = torch.ones(rows), torch.ones(outputs)
     out = ops.quant_linear(codes, scales[0], packed, scales[1], None, torch.float32)
@@ -199,7 +199,7 @@ def tokens(llm: LLM, *batches: list[list[int]]) -> list[list[int]]:
     return [list(output.token_ids) for prompts in batches for output in llm.generate(prompts, PARAMS, quiet=True)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], ["bfloat16"]))
 def test_a_model_runs_on_int8_and_as_the_definitions_say(
     path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ def test_what_is_for_an_npu_is_refused_by_name() -> None:
         load_ops(EngineConfig(attention_layout="BSH"))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 64])
+@pytest.mark.parametrize("rows", slow_but([1, 2, 3, 4, 5, 64], [1, 5, 64]))
 def test_a_row_of_linear_does_not_depend_on_the_others(rows: int) -> None:
     x, weight, bias = randn(300, 48), randn(80, 48, seed=1), randn(80, seed=2)
     whole = OPS.linear(x, weight, bias)
@@ -235,7 +235,7 @@ def test_a_widened_linear_rounds_once(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("threads", slow_but([1, 2, 3], [1, 3]), indirect=True)
 def test_element_wise_results_do_not_depend_on_the_other_rows(dtype: torch.dtype, threads: int) -> None:
     """Row by row as in one batch, which threads cut at places that are no multiple of a vector."""
     ops = CpuOps()

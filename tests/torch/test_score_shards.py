@@ -103,8 +103,8 @@ def test_any_split_gives_what_one_shard_and_the_whole_softmax_give(confidence, t
         for cuts in splits(seed):
             found = score(x, scoring, cuts)
             assert torch.equal(found[0], one[0]), cuts
-            torch.testing.assert_close(found[1], one[1], rtol=1e-6, atol=0)
-            torch.testing.assert_close(found[2], one[2], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(found[1], one[1], rtol=4e-6, atol=0)
+            torch.testing.assert_close(found[2], one[2], rtol=4e-6, atol=4e-6)
             assert found[2].isfinite().all()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,11 +16,13 @@ import pytest
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.parallel.launch import (
     OTHER_RANK_FAILED,
+    RankProcess,
     Rendezvous,
     explain_exit,
     kill_running,
     local_rank_processes,
 )
+from lopa_ascend.serve.link.spawn import ChildProcess
 
 CONFIG = EngineConfig(tensor_parallel_size=2, branch_parallel_size=2)
 
@@ -80,3 +85,24 @@ def test_running_processes_are_killed_and_ended_ones_left_alone() -> None:
     kill_running([running, ended])
     assert (running.wait(), ended.returncode) == (-signal.SIGKILL, 0)
     running.stdin.close()
+
+
+def test_a_process_killed_as_it_ends_by_itself_keeps_its_status(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As every engine does that refuses its start: two that wait for a process would be at odds in this moment."""
+
+    async def status() -> int | None:
+        process = ChildProcess(RankProcess(("/bin/sh", "-c", "exit 7"), dict(os.environ)))
+        with suppress(OSError):  # it has been reaped
+            while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                pass
+        kill_running([process])
+        await process.ended.wait()
+        return process.returncode
+
+    async def statuses() -> set[int | None]:
+        return {await status() for _ in range(100)}
+
+    assert asyncio.run(statuses()) == {7}
+    assert (capfd.readouterr().err, caplog.messages) == ("", [])

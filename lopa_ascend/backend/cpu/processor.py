@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from lopa_ascend.backend.cpu.products import takes_packed
+
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 CPU_INFO = Path("/proc/cpuinfo")
 """Where Linux says who made the processor."""
@@ -31,7 +33,7 @@ def packed_dtypes() -> frozenset[torch.dtype]:
         dtypes.add(torch.float32)
     if torch.cpu._is_avx512_bf16_supported():
         dtypes.add(torch.bfloat16)
-    return frozenset(dtypes)
+    return frozenset(filter(takes_packed, dtypes))
 
 
 def _may_be_from_intel() -> bool:

@@ -53,6 +53,15 @@ def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product
 
 
+def takes_packed(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of a dtype: it may see fewer instructions than torch (ONEDNN_MAX_CPU_ISA)."""
+    try:
+        pack(torch.ones(MIN_ROWS, MIN_ROWS, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
+
+
 class Products:
     """The linear layers of one process.
 

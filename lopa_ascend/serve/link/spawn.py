@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
-from asyncio.subprocess import PIPE, Process
+import threading
+from contextlib import suppress
 
 import zmq
 import zmq.asyncio
@@ -42,6 +44,25 @@ class EngineFailed(Exception):
     """The engine cannot start; the message is for the operator."""
 
 
+class ChildProcess(subprocess.Popen[bytes]):
+    """A rank's process that the event loop can wait for.
+
+    Popen alone reaps it, under its lock. asyncio's own processes are reaped by a watcher and also by ``kill``, which
+    looks whether they run; who comes second says "Unknown child process" on stderr and reports status 255.
+    """
+
+    def __init__(self, start: RankProcess):
+        super().__init__(start.command, stdin=subprocess.PIPE, start_new_session=True, env=start.environment)
+        self.ended = asyncio.Event()
+        """The process has ended; ``returncode`` says how."""
+        threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), name="child", daemon=True).start()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.wait()
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self.ended.set)
+
+
 class EngineProcess:
     """The running engine: its process, those of the other ranks that were started here, and the socket to it.
 
@@ -49,7 +70,7 @@ class EngineProcess:
     """
 
     def __init__(self, socket: zmq.asyncio.Socket):
-        self._processes: list[Process] = []
+        self._processes: list[ChildProcess] = []
         """By rank."""
         self._socket = socket
 
@@ -76,7 +97,7 @@ class EngineProcess:
                 socket.bind(endpoint)
             except zmq.ZMQError as error:  # the path is longer than that of a socket may be
                 raise EngineFailed(str(error)) from error
-            await engine._start_processes(config, endpoint)
+            engine._start_processes(config, endpoint)
             engine.send(Start(config))
             return engine, await engine._await_ready(config.distributed_timeout_seconds)
         except BaseException:
@@ -85,7 +106,7 @@ class EngineProcess:
         finally:
             folder.close()
 
-    async def _start_processes(self, config: EngineConfig, endpoint: str) -> None:
+    def _start_processes(self, config: EngineConfig, endpoint: str) -> None:
         """Starts the engine process, and the other ranks unless torchrun has started them."""
         command = (sys.executable, "-m", "lopa_ascend.serve.link.process", endpoint)
         if config.world_size == 1 or rank_in_environment() is not None:
@@ -93,10 +114,7 @@ class EngineProcess:
         else:
             starts = local_rank_processes(config, free_port(), command)
         for start in starts.values():
-            process = await asyncio.create_subprocess_exec(
-                *start.command, stdin=PIPE, start_new_session=True, env=start.environment
-            )
-            self._processes.append(process)
+            self._processes.append(ChildProcess(start))
 
     async def _await_ready(self, timeout: float) -> Ready:
         """Waits until the engine has loaded. A process may be stopped for ``timeout`` seconds."""
@@ -136,7 +154,7 @@ class EngineProcess:
 
     async def wait(self) -> None:
         """Waits until one of the processes has ended."""
-        waiting = [asyncio.create_task(process.wait()) for process in self._processes]
+        waiting = [asyncio.create_task(process.ended.wait()) for process in self._processes]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -155,6 +173,6 @@ class EngineProcess:
         """Ends the processes and waits until they are gone."""
         self.kill()
         for process in self._processes:
-            await process.wait()
+            await process.ended.wait()
         self._socket.close()
         remove_abandoned()  # what the processes could not remove

@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import sys
 import time
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,10 +17,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import lopa_ascend
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.commands import Abort, Generate
-from lopa_ascend.parallel.launch import LOCALHOST, Rendezvous, follower_command, free_port
+from lopa_ascend.parallel.launch import LOCALHOST, RankProcess, Rendezvous, follower_command, free_port
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.link.messages import Stepped, decode_to_engine, encode_message
-from lopa_ascend.serve.link.spawn import EngineFailed, EngineProcess
+from lopa_ascend.serve.link.spawn import ChildProcess, EngineFailed, EngineProcess
 from lopa_ascend.serve.replicas.placement import Placement, actor_options
 from lopa_ascend.types import EngineStats, Update
 
@@ -58,13 +57,10 @@ class Rank:
 
     async def run(self, rank: int, config: EngineConfig, placement: Placement, host: str, port: int) -> int:
         """Runs the rank until it ends; returns its exit status."""
-        process = await asyncio.create_subprocess_exec(
-            *follower_command(config, ends_with_stdin=True),
-            stdin=PIPE,
-            start_new_session=True,
-            env=os.environ | _rank_environment(rank, config, placement, host, port),
-        )
-        return await process.wait()
+        environment = os.environ | _rank_environment(rank, config, placement, host, port)
+        process = ChildProcess(RankProcess(follower_command(config, ends_with_stdin=True), environment))
+        await process.ended.wait()
+        return process.wait()
 
 
 class _Running:
