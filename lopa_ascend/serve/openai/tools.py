@@ -311,7 +311,8 @@ def _tools_of(functions: Mapping[int, Function], place: str, choice: AnyChoice, 
                 message = f"is {shown(name)}; tools has {', '.join(map(repr, known)) or 'no function'}"
                 raise ParameterError(f"tool_choice.{field_}", message)
         if isinstance(choice, ChatToolChoice | ResponseToolChoice):
-            return Tools(functions, *choice.names.values(), named=True, place=place)
+            (name,) = choice.names.values()
+            return Tools(functions, name, named=True, place=place)
         names, mode = set(choice.names.values()), choice.mode
         functions = {index: function for index, function in functions.items() if function.name in names}
     if mode == "required" and not functions:

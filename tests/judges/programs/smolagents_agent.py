@@ -1,34 +1,31 @@
 """Steps of an agent through smolagents, which sends a required call, and strings of stop with it."""
 
-from typing import Any
+from typing import Any, Literal
 
-from smolagents import LogLevel, OpenAIModel, Tool, ToolCallingAgent
+from smolagents import LogLevel, OpenAIModel, ToolCallingAgent, tool
 from smolagents.memory import ActionStep
 
 from tests.judges.programs.structured import HAS_TOOLS, MODEL, QUESTION, URL, Amount, run
 
-UNIT = {"type": "string", "enum": ["apples", "boxes"], "description": "Of what."}
 NUM_STEPS = 3
 
 
-class Count(Tool):
-    name = "count"
-    description = "Counts fruit."
-    inputs = {"unit": UNIT}
-    output_type = "string"
+def count(unit: Literal["apples", "boxes"]) -> str:
+    """Counts fruit.
 
-    def forward(self, unit: str) -> str:
-        return f"42 {unit}"
+    Args:
+        unit: Of what.
+    """
+    return f"42 {unit}"
 
 
-class FinalAnswer(Tool):
-    name = "final_answer"
-    description = "Answers the question."
-    inputs = {"answer": UNIT}
-    output_type = "string"
+def final_answer(answer: Literal["apples", "boxes"]) -> str:
+    """Answers the question.
 
-    def forward(self, answer: str) -> str:
-        return answer
+    Args:
+        answer: Of what.
+    """
+    return answer
 
 
 def is_last(answer: object, memory: Any, agent: object) -> bool:
@@ -39,8 +36,9 @@ def is_last(answer: object, memory: Any, agent: object) -> bool:
 def steps(**fields: Any) -> Any:
     model = OpenAIModel(MODEL, f"{URL}/v1", api_key="none", client_kwargs={"max_retries": 0})
     agent = ToolCallingAgent(
-        [Count(), FinalAnswer()], model, verbosity_level=LogLevel.OFF, final_answer_checks=[is_last], **fields
+        [tool(count), tool(final_answer)], model, verbosity_level=LogLevel.OFF, final_answer_checks=[is_last], **fields
     )
+    agent.prompt_templates["system_prompt"] = "Call tools."  # its own leaves the bundled model no room for steps
     agent.run(QUESTION, max_steps=NUM_STEPS)
     made = [step for step in agent.memory.steps if isinstance(step, ActionStep) and step.tool_calls]
     assert len(made) >= NUM_STEPS, [step.dict() for step in agent.memory.steps]
