@@ -130,8 +130,7 @@ RULES = (
     Rule("alg", FILLER, ("vanilla",)),
     Rule("alg_temp", FILLER, ("vanilla",)),
     Rule("structured_outputs", FILLER, BY_BLOCKS),  # any order of positions would leave no prefix to follow
-    # What could go on after a grammar is complete, or ban all that it allows. A stop string cuts the text alone.
-    *(Rule(name, "structured_outputs", (None,)) for name in ("ignore_eos", "min_new_tokens", "bad_words")),
+    Rule("ignore_eos", "structured_outputs", (None,)),  # its grammar says where the answer ends
     Rule("finish_at_eos", "structured_outputs", (None,)),
     Rule("editing_threshold", "structured_outputs", (None,)),  # what a grammar has passed may not change
     Rule("sub_block_cache", "structured_outputs", (None,)),  # a forced span would leave out a block's first pass

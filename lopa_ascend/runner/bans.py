@@ -20,36 +20,51 @@ def bans_for(sequence: Sequence, share: Share, device: torch.device) -> Bans | N
         return _grammar_bans(sequence, share, device)
     if sequence.bad_words is None or not len(share.positions):
         return None
+    banned = _words_bans(sequence, share)
+    indices = {ids: index for index, ids in enumerate(dict.fromkeys(filter(None, banned)))}
+    lists = tuple(torch.tensor(ids, device=device) for ids in indices)
+    return Bans(lists, np.array([indices.get(ids, -1) for ids in banned]))
+
+
+def _words_bans(sequence: Sequence, share: Share) -> list[tuple[int, ...]]:
+    """What ``bad_words`` ban at each position."""
+    if sequence.bad_words is None or not len(share.positions):
+        return [()] * len(share.positions)
     prompt_length = len(sequence.request.prompt)
     places = (share.positions - prompt_length).tolist()
     first = min(places)
     banned_by_row = [
         sequence.bad_words.banned_tokens(_answer(sequence, row, prompt_length), first) for row in share.rows
     ]
-    banned = [banned_by_row[row][place - first] for place, row in zip(places, share.predicted_rows, strict=True)]
-    indices = {ids: index for index, ids in enumerate(dict.fromkeys(filter(None, banned)))}
-    lists = tuple(torch.tensor(ids, device=device) for ids in indices)
-    return Bans(lists, np.array([indices.get(ids, -1) for ids in banned]))
+    return [banned_by_row[row][place - first] for place, row in zip(places, share.predicted_rows, strict=True)]
 
 
 def _grammar_bans(sequence: Sequence, share: Share, device: torch.device) -> Bans | None:
-    """What the grammar does not allow at the first masked position of each branch, while the device computes. A
-    sequence that finds no way on fails, on every rank alike: so all look at all branches."""
+    """What the grammar does not allow at the first masked position of each branch, while the device computes, and what
+    ``bad_words`` ban unless the grammar allows nothing else. A sequence that finds no way on fails, on every rank
+    alike: so all look at all branches."""
     try:
         allowed = [sequence.strategy.allowed(row) if row.masked else 0 for row in share.plan.rows]
     except GrammarError as error:
         sequence.error = str(error)
         return None
-    indices = {tokens: index for index, tokens in enumerate(dict.fromkeys(allowed))}
-    list_of_row = np.full(len(share.positions), -1)
+    kinds = [(0, banned) for banned in _words_bans(sequence, share)]
+    """By position: what the grammar allows there, 0 for all tokens, and the banned words."""
     for number, row in enumerate(share.rows):
         if row.masked:
             # The hidden state of a position that several rows share is listed with the first of them. They have the
             # same tokens before it.
             is_first = (share.positions == row.masked[0]) & (share.predicted_rows == number)
-            list_of_row[is_first] = indices[allowed[share.branches[number]]]
-    lists = tuple(_banned(tokens, sequence.scoring.num_token_ids, device) for tokens in indices)
-    return Bans(lists, list_of_row, True)
+            for place in np.flatnonzero(is_first):
+                kinds[place] = (allowed[share.branches[number]], kinds[place][1])
+    indices = {kind: index for index, kind in enumerate(dict.fromkeys(filter(any, kinds)))}
+    num_token_ids = sequence.scoring.num_token_ids
+    lists = []
+    for tokens, banned in indices:
+        tokens = tokens or (1 << num_token_ids) - 1
+        left = tokens & ~sum(1 << token for token in set(banned))
+        lists.append(_banned(left or tokens, num_token_ids, device))
+    return Bans(tuple(lists), np.array([indices.get(kind, -1) for kind in kinds], dtype=np.int64), True)
 
 
 @lru_cache(maxsize=32)  # 600 KB each; inside a string, say, most requests allow the same
@@ -65,8 +80,8 @@ def _answer(sequence: Sequence, row: RowPlan, prompt_length: int) -> list[int]:
     may have tokens: these may change too."""
     tokens, start = list(row.tokens), row.start - prompt_length
     for index in (position - row.start for position in row.masked):
-        if index < len(tokens):  # Fast-dLLM v2 predicts a block's first position before it computes it
-            tokens[index] = sequence.scoring.mask
+        tokens += [sequence.scoring.mask] * (index + 1 - len(tokens))  # Fast-dLLM v2 predicts before it computes
+        tokens[index] = sequence.scoring.mask
     if start <= 0:
         return tokens[-start:]
     return [*sequence.strategy.anchor.tokens[:start], *tokens]

@@ -18,7 +18,7 @@ from lopa_ascend.serve.http.openapi import READING, body_of, errors
 from lopa_ascend.serve.openai.chat import Message
 from lopa_ascend.serve.openai.fields import HARMLESS_TEMPLATE, INSTEAD
 from lopa_ascend.serve.openai.request import MAX_MESSAGES
-from lopa_ascend.serve.openai.tools import MAX_TOOLS, ChatTool, chat_tools
+from lopa_ascend.serve.openai.tools import MAX_TOOLS, AnyChatTool, chat_tools
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer import Tokenizer
 
@@ -41,7 +41,7 @@ class TokenizeRequest(Body):
         max_length=MAX_MESSAGES,
         description="A conversation: the chat template makes a prompt of it.",
     )
-    tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+    tools: Annotated[list[AnyChatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         None, description="Functions that the chat template shows to the model. With messages."
     )
     add_special_tokens: bool | None = Field(

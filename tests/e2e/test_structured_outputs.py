@@ -103,6 +103,40 @@ def test_neighbours_without_a_grammar_keep_their_tokens(models: dict[str, Path],
     assert decisions(together[0]) == decisions(bound_alone) == decisions(together[2])
 
 
+@pytest.mark.parametrize("name", slow_but(list(CASES), ["sdar"]))
+def test_an_answer_goes_on_to_min_new_tokens_as_far_as_its_grammar_does(models: dict[str, Path], name: str):
+    model, prompt = models[name], tokenizer(models[name]).encode("what is 3 and 4?")
+    forms: list[Any] = [{"regex": "[a-z]{1,30}"}, {"choice": ["no"]}, {"regex": "x{3}[a-c]?"}]
+    for options in CASES[name]:
+        asked = {"max_new_tokens": 64, "block_size": 32, **options, "min_new_tokens": 6}
+        params = [DecodingParams.of(**asked, structured_outputs=form) for form in forms]
+        long, short, middle = run(engine(model), [(prompt, own) for own in params])
+        assert 6 <= len(long.token_ids) <= 30
+        assert tokenizer(model).decode(short.token_ids) == "no"
+        assert len(tokenizer(model).decode(middle.token_ids)) == 4 or len(middle.token_ids) >= 6
+        assert {output.finish_reason for output in (long, short, middle)} == {"stop"}
+
+
+@pytest.mark.parametrize("name", slow_but(list(CASES), ["sdar"]))
+def test_bad_words_stay_out_unless_the_grammar_allows_nothing_else(models: dict[str, Path], name: str):
+    model, prompt = models[name], tokenizer(models[name]).encode("what is 3 and 4?")
+    for options in CASES[name]:
+        asked = {"max_new_tokens": 64, "block_size": 32, **options}
+        forms: list[Any] = [{"regex": "[0-9]{20}"}, {"choice": ["7"]}]
+        params = [DecodingParams.of(**asked, structured_outputs=form) for form in forms]
+        words = tuple(
+            (token,) for token in range(tokenizer(model).num_token_ids) if b"7" in tokenizer(model).piece(token)
+        )
+        banned = [own.with_valid(bad_words=words) for own in params]
+        digits, only = [
+            tokenizer(model).decode(output.token_ids)
+            for output in run(engine(model), [(prompt, own) for own in banned])
+        ]
+        assert len(digits) == 20
+        assert "7" not in digits
+        assert only == "7"
+
+
 def test_exact_is_the_constrained_d2f(models: dict[str, Path]):
     model = models["demo"]
     prompt = tokenizer(model).encode("Tom has 3 apples.")

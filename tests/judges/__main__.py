@@ -13,7 +13,7 @@
   fuzz       random requests, odd and large, delay no other client
   kill       when the engine is killed, every client gets an error, and the server ends
   ranks      the same when a rank is killed or stopped
-  structured OpenAI's client, instructor and LangChain get answers in a form, and calls of functions
+  structured clients that ask for answers in a form, or for calls of functions, get them
   soak       minutes of mixed load leave memory, pages and answers as they were
   replicas   on Ray Serve, no request is lost when engines, ranks, actors or nodes end
 

@@ -52,8 +52,7 @@ def judge(options: Options, report: Report) -> None:
         alone, _ = _plain_conversation(server, QUESTIONS[-1:])
         report.check("the last answer depends on the history", alone != expected[-1:], expected)
         for name, command in CLIENTS.items():
-            if command[0] == NODE and shutil.which("npm") is None:
-                print(f"  skipped {name}: npm is not installed")
+            if is_missing(command[0], name):
                 continue
             before = _tokens(server)
             done = run_client(options, *map(str, command), server.url, server.model, json.dumps(QUESTIONS))
@@ -68,6 +67,14 @@ def judge(options: Options, report: Report) -> None:
         require("evalplus")
         _judge_evalplus(server, options, report)
         check_afterwards(server, report)
+
+
+def is_missing(interpreter: Path, client: str) -> bool:
+    """Whether a client is to be skipped, which is then said."""
+    is_skipped = interpreter == NODE and shutil.which("npm") is None
+    if is_skipped:
+        print(f"  skipped {client}: npm is not installed")
+    return is_skipped
 
 
 def as_expected(case: str, got: Mapping[str, Any], expected: Sequence[str]) -> bool:

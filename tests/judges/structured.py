@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.judges.clients import INSTRUCTOR, PROGRAMS, PYTHON, run_client
+from tests.judges.clients import INSTRUCTOR, NODE, PROGRAMS, PYTHON, is_missing, run_client
 from tests.judges.report import Options, Report
 from tests.judges.server import check_afterwards, serving
 
@@ -13,6 +13,9 @@ CLIENTS: dict[str, tuple[Path, Path]] = {
     "OpenAI": (PYTHON, PROGRAMS / "openai_parse.py"),
     "instructor": (INSTRUCTOR, PROGRAMS / "instructor_models.py"),
     "LangChain": (PYTHON, PROGRAMS / "langchain_structured.py"),
+    "pydantic-ai": (PYTHON, PROGRAMS / "pydantic_ai_structured.py"),
+    "smolagents": (PYTHON, PROGRAMS / "smolagents_agent.py"),
+    "Vercel AI": (NODE, PROGRAMS / "vercel_ai_structured.mjs"),
 }
 """By client: the interpreter, and the program, which prints what ``programs/structured.py`` says."""
 SERVERS: dict[str, tuple[str, ...]] = {
@@ -25,8 +28,10 @@ def judge(options: Options, report: Report) -> None:
     for number, (what, flags) in enumerate(SERVERS.items()):
         extra = ["tools"] if flags else []
         with serving(None, options.out / f"structured-{number}.log", *flags) as server:
-            for name, (python, program) in CLIENTS.items():
-                done = run_client(options, str(python), str(program), server.url, server.model, *extra)
+            for name, (interpreter, program) in CLIENTS.items():
+                if is_missing(interpreter, name):
+                    continue
+                done = run_client(options, str(interpreter), str(program), server.url, server.model, *extra)
                 if done.returncode:
                     report.check(f"{name}, {what}: the program ends", False, done.stderr[-3000:])
                     continue

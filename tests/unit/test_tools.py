@@ -98,8 +98,8 @@ def test_the_template_gets_tools_calls_and_results() -> None:
 
 def called_with(arguments: Any, template: str) -> list[str]:
     """How the template shows a call with these arguments, from chat and from Responses."""
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "tool_calls": [{"function": {}}]}]
-    messages[1]["tool_calls"] = [{**CALL, "function": {"name": "add", "arguments": arguments}}]
+    called = {**CALL, "function": {"name": "add", "arguments": arguments}}
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "tool_calls": [called]}]
     items = [messages[0], {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": arguments}]
     plan, found = planner(template), []
     for request in (chat(messages=messages), asked(ResponseRequest, input=items, max_output_tokens=64)):
@@ -136,7 +136,8 @@ def test_arguments_in_a_conversation_are_an_object_or_shown_as_they_are(argument
 
 
 def test_the_result_of_a_call_may_be_empty() -> None:
-    for empty in ("", [], None):
+    empties: list[Any] = ["", [], None]
+    for empty in empties:
         messages = [{"role": "tool", "tool_call_id": "call_1", "content": empty}]
         items = [{"type": "function_call_output", "call_id": "call_1", "output": empty}]
         for request in (chat(messages=messages), asked(ResponseRequest, input=items, max_output_tokens=64)):
@@ -362,8 +363,8 @@ def test_what_does_not_go_with_a_form_is_refused_in_the_words_of_the_request(for
     without = f"does not go with {place}; leave out {place}"
     for fields, param, words in (
         ({"ignore_eos": True}, "ignore_eos", f"true {without}, or use ignore_eos false"),
-        ({"min_tokens": 3}, "min_tokens", f"3 {without}, or use min_tokens 0"),
-        ({"bad_words": ["x"]}, "bad_words", f'["x"] {without}, or use bad_words []'),
+        ({"finish_at_eos": False}, "finish_at_eos", f"false {without}, or use finish_at_eos true"),
+        ({"min_tokens": 99}, "min_tokens", "99 exceeds max_tokens 64"),
         ({"decoding": "vanilla"}, place, 'does not go with decoding "vanilla"; use decoding'),
     ):
         found, message = refusal(lambda fields=fields: chat(**form, **fields).plan(PLANNER))  # type: ignore[misc]
@@ -377,8 +378,10 @@ def test_stop_strings_go_with_every_form_also_those_of_the_server(form: dict[str
     assert choice.params.stop == ("a", "<|im_end|>")
     assert choice.params.structured_outputs is not None
     assert len(choice.params.stop_token_ids) == 1
-    (choice,) = chat(**form).plan(replace(PLANNER, decoding={"stop": ("b",)}))
-    assert choice.params.stop == ("b",)
+    (choice,) = chat(**form).plan(
+        replace(PLANNER, decoding={"stop": ("b",), "min_new_tokens": 3, "bad_words": ((5,),)})
+    )
+    assert (choice.params.stop, choice.params.min_new_tokens, choice.params.bad_words) == (("b",), 3, ((5,),))
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])

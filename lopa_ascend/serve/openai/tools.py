@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
@@ -43,7 +43,6 @@ def _check_name(name: str) -> str:
     return name
 
 
-F = TypeVar("F", bound="Function")
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
 
@@ -135,9 +134,23 @@ class ChatToolChoice(Body):
     type: Literal["function"]
     function: NamedFunction
 
+    @property
+    def names(self) -> dict[str, str]:
+        """By field the functions that it names; so with the other choices."""
+        return {"function.name": self.function.name}
+
 
 class ResponseToolChoice(NamedFunction):
     type: Literal["function"]
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {"name": self.name}
+
+
+def _names_in(tools: Sequence[ChatToolChoice] | Sequence[ResponseToolChoice]) -> dict[str, str]:
+    items = enumerate(tool.names.items() for tool in tools)
+    return {f"tools[{index}].{field}": name for index, names in items for field, name in names}
 
 
 class ChatAllowed(Body):
@@ -151,13 +164,25 @@ class ChatAllowedTools(Body):
     type: Literal["allowed_tools"]
     allowed_tools: ChatAllowed
 
+    @property
+    def mode(self) -> str:
+        return self.allowed_tools.mode
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {f"allowed_tools.{field}": name for field, name in _names_in(self.allowed_tools.tools).items()}
+
 
 class ResponseAllowedTools(Body):
-    """Some of the functions: the request is as one that has no others."""
+    """As ``ChatAllowedTools``."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[ResponseToolChoice], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+    @property
+    def names(self) -> dict[str, str]:
+        return _names_in(self.tools)
 
 
 def _check_choice(choice: Any) -> Any:
@@ -252,74 +277,47 @@ def _arguments(schema: Json | None) -> Json:
     return arguments
 
 
-def chat_tools(
-    tools: Sequence[ChatTool | OtherTool] | None,
-    choice: str | ChatToolChoice | ChatAllowedTools | None,
-    *,
-    parallel: bool | None,
-) -> Tools:
+AnyChoice = str | ChatToolChoice | ResponseToolChoice | ChatAllowedTools | ResponseAllowedTools | None
+
+
+def chat_tools(tools: Sequence[ChatTool | OtherTool] | None, choice: AnyChoice, *, parallel: bool | None) -> Tools:
     """The functions of a chat completion, which may be called.
 
     Raises:
         ParameterError: a name occurs twice, or ``tool_choice`` does not fit the functions.
     """
     functions = {index: tool.function for index, tool in enumerate(tools or ()) if isinstance(tool, ChatTool)}
-    _check_distinct(functions, "function.")
-    if isinstance(choice, ChatToolChoice):
-        _check_known(functions, choice.function.name, "tool_choice.function.name")
-        return Tools(functions, choice.function.name, named=True, place="function.")
-    mode = choice
-    if isinstance(choice, ChatAllowedTools):
-        names, mode = [tool.function.name for tool in choice.allowed_tools.tools], choice.allowed_tools.mode
-        functions = _allowed(functions, names, "tool_choice.allowed_tools.tools[{}].function.name")
-    return _unnamed(functions, mode, "function.", parallel=parallel is not False)
+    return _tools_of(functions, "function.", choice, parallel=parallel is not False)
 
 
 def response_tools(
-    tools: Sequence[ResponseTool | OtherTool] | None,
-    choice: str | ResponseToolChoice | ResponseAllowedTools | None,
-    *,
-    parallel: bool | None,
+    tools: Sequence[ResponseTool | OtherTool] | None, choice: AnyChoice, *, parallel: bool | None
 ) -> Tools:
     """The functions of a response. Raises as ``chat_tools`` does."""
     functions = {index: tool for index, tool in enumerate(tools or ()) if isinstance(tool, ResponseTool)}
-    _check_distinct(functions, "")
-    if isinstance(choice, ResponseToolChoice):
-        _check_known(functions, choice.name, "tool_choice.name")
-        return Tools(functions, choice.name, named=True)
-    mode = choice
-    if isinstance(choice, ResponseAllowedTools):
-        names, mode = [tool.name for tool in choice.tools], choice.mode
-        functions = _allowed(functions, names, "tool_choice.tools[{}].name")
-    return _unnamed(functions, mode, "", parallel=parallel is not False)
+    return _tools_of(functions, "", choice, parallel=parallel is not False)
 
 
-def _check_distinct(functions: Mapping[int, Function], place: str) -> None:
-    seen: dict[str, int] = {}
+def _tools_of(functions: Mapping[int, Function], place: str, choice: AnyChoice, *, parallel: bool) -> Tools:
+    known: dict[str, int] = {}
     for index, function in functions.items():
-        if (first := seen.setdefault(function.name, index)) != index:
+        if (first := known.setdefault(function.name, index)) != index:
             raise ParameterError(f"tools[{index}].{place}name", f"is {function.name!r}, as is that of tools[{first}]")
-
-
-def _check_known(functions: Mapping[int, Function], name: str, field: str) -> None:
-    known = [function.name for function in functions.values()]
-    if name not in known:
-        raise ParameterError(field, f"is {shown(name)}; tools has {', '.join(map(repr, known)) or 'no function'}")
-
-
-def _allowed(functions: Mapping[int, F], names: Sequence[str], field: str) -> dict[int, F]:
-    """Those functions of which the ``names`` are in a list in the request."""
-    for index, name in enumerate(names):
-        _check_known(functions, name, field.format(index))
-    return {index: function for index, function in functions.items() if function.name in names}
-
-
-def _unnamed(functions: Mapping[int, Function], choice: str | None, place: str, *, parallel: bool) -> Tools:
-    if choice == "required" and not functions:
+    if choice is None or isinstance(choice, str):
+        mode = choice or "auto"
+    else:
+        for field_, name in choice.names.items():
+            if name not in known:
+                message = f"is {shown(name)}; tools has {', '.join(map(repr, known)) or 'no function'}"
+                raise ParameterError(f"tool_choice.{field_}", message)
+        if isinstance(choice, ChatToolChoice | ResponseToolChoice):
+            (name,) = choice.names.values()
+            return Tools(functions, name, named=True, place=place)
+        names, mode = set(choice.names.values()), choice.mode
+        functions = {index: function for index, function in functions.items() if function.name in names}
+    if mode == "required" and not functions:
         raise ParameterError("tool_choice", "'required' needs tools")
-    if choice == "none":
-        return NO_TOOLS
-    return Tools(functions, choice or "auto", parallel, place=place)
+    return NO_TOOLS if mode == "none" else Tools(functions, mode, parallel, place=place)
 
 
 # ---- calls in a conversation -----------------------------------------------------------------------------------------
