@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from lopa_ascend.text.sandbox import ChatTemplate, LimitError
+from lopa_ascend.text.sandbox import ChatTemplate, LimitError, TemplateError
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -175,7 +175,7 @@ class Tokenizer:
             return self._template.render(messages, tools)
         except LimitError as error:
             raise ValueError(f"the chat template {error}") from None
-        except Exception as error:  # a template is a program of the checkpoint's author, which may raise anything
+        except TemplateError as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 
     def render_apart(
