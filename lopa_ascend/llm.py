@@ -143,13 +143,15 @@ class LLM:
         """
         return self.prompts.encode(prompt)
 
-    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The token ids that the chat template makes of a conversation.
+    def tokenize_chat(
+        self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The token ids that the chat template makes of a conversation, with further variables for the template.
 
         Raises:
-            ParameterError: there is no template, or it refuses the messages.
+            ParameterError: there is no template, it refuses the messages, or it does not read a variable.
         """
-        return self.prompts.encode_chat(messages)
+        return self.prompts.encode_chat(messages, variables=chat_template_kwargs)
 
     def check(self, prompt_token_ids: Sequence[int], params: DecodingParams) -> None:
         """Refuses a request that this model could never run.
@@ -255,6 +257,7 @@ class LLM:
         conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         params: DecodingParams | None = None,
         *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         trace: bool = False,
         quiet: bool = False,
     ) -> list[GenerationOutput]:
@@ -264,6 +267,7 @@ class LLM:
             conversations: lists of messages, which have "role" and "content"; one list of messages is one
                 conversation.
             params: how all of them are decoded; by default as the model's directory recommends, see ``params``.
+            chat_template_kwargs: further variables for the chat template, such as ``{"enable_thinking": False}``.
             trace: the outputs have a record of each forward pass.
             quiet: show no progress bar.
 
@@ -274,8 +278,8 @@ class LLM:
             ParameterError: see ``generate`` and ``tokenize_chat``.
             GenerationError: a request failed; the other requests were ended.
         """
-        several = _conversations(conversations)
-        return self._generate_all([self.tokenize_chat(messages) for messages in several], params, trace, quiet)
+        prompts = [self.tokenize_chat(rows, chat_template_kwargs) for rows in _conversations(conversations)]
+        return self._generate_all(prompts, params, trace, quiet)
 
     def score(
         self,

@@ -81,7 +81,7 @@ _ENVIRONMENT = _make_environment()
 def _compiled(source: str) -> tuple[Template, list[str]]:
     """A template, and the variables that it reads."""
     tree = _ENVIRONMENT.parse(source)
-    return _ENVIRONMENT.from_string(tree), sorted(meta.find_undeclared_variables(tree))
+    return _ENVIRONMENT.from_string(tree), sorted(meta.find_undeclared_variables(tree) - _ENVIRONMENT.globals.keys())
 
 
 def _answer(source: str, values: Json | None, max_size: int) -> Json:

@@ -50,20 +50,28 @@ class ChatTemplate:
         self._source, self._tokens = source, dict(tokens)
         self.variables = frozenset(_ask(source, None)["variables"])
         """What it reads."""
+        self.free_variables = self.variables - {"messages", "tools", "add_generation_prompt", *tokens}
+        """What it reads beside the conversation."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text that the template makes of a conversation, up to where the assistant's answer begins.
 
         Args:
             messages: the conversation.
             tools: functions that the answer may call, as OpenAI's chat completions take them.
+            variables: further ones for the template, by name.
 
         Raises:
             TemplateError: the template refuses the messages, or they cannot be sent to a process.
             LimitError: it takes too long, or makes too much.
         """
-        options = {"tools": tools or None, "documents": None, "add_generation_prompt": True}
-        text: str = _ask(self._source, {"messages": messages, **options, **self._tokens})["text"]
+        own = {"messages": messages, "tools": tools or None, "add_generation_prompt": True, **self._tokens}
+        text: str = _ask(self._source, {"documents": None, **(variables or {}), **own})["text"]
         return text
 
 

@@ -429,4 +429,5 @@ def _prompts(config: ServeConfig, chat_template: str | None, ready: Ready) -> Pr
         ready.model_name,
         limits.max_model_len,
         split_special_tokens=config.split_special_tokens,
+        template_variables=config.default_chat_template_kwargs,
     )

@@ -43,6 +43,11 @@ MAX_LOGPROBS = 2**20
 OLD_NAME = "An older name for one of the fields of structured_outputs."
 ID_PARAMETERS = ("eos_token_id", "stop_token_ids", "logit_bias")
 """Parameters that name token ids one by one. Those of ``bad_words`` make words."""
+VARIABLES = (
+    'Variables for the chat template, such as {"enable_thinking": false}. One that it does not read is refused. '
+    "Default: --default-chat-template-kwargs."
+)
+EFFORT = "A hint for chat templates that read it. none also means enable_thinking: false, for those that read that."
 LOGPROB = (
     "the logarithm of the probability that the model gave the token in the forward pass that filled its position, or, "
     "with top_k, top_p or min_p, of the probability with which the token was drawn"
@@ -149,9 +154,15 @@ class Planner:
         *,
         tools: Tools,
         response_format: Form | None,
+        variables: Json | None = None,
+        effort: str | None = None,
         with_logprobs: bool = False,
     ) -> list[AskedChoice]:
         """The choices for a conversation, which came in the field ``field``.
+
+        Args:
+            variables: those that the request gives to the chat template.
+            effort: how much the model is to think: a hint, for templates that read it.
 
         Raises:
             ParameterError: also if no choice can be forced or left out as ``tools`` says.
@@ -161,13 +172,22 @@ class Planner:
         if tools.is_forced and not self.prompts.knows_tools:
             shown = []  # the grammar has the functions
         try:
-            prompt = self.prompts.encode_chat(messages, shown)
+            prompt = self.prompts.encode_chat(messages, shown, {**self._hints(effort), **(variables or {})})
         except ParameterError as error:
             raise error.renamed({"prompt": field, "messages": field}) from None
         if tools.is_forced or (form is not None and tools.functions):
             self._check_schemas(tools, form)
             form = calling_form(tools, form)
         return self.choices(request, [prompt], field, form=form, with_logprobs=with_logprobs)
+
+    def _hints(self, effort: str | None) -> Json:
+        """The variables that ``reasoning_effort`` stands for, as far as the chat template reads them."""
+        hints: Json = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            hints |= {"enable_thinking": False}
+        tokenizer = self.prompts.tokenizer
+        read = frozenset[str]() if tokenizer is None else tokenizer.template_variables
+        return {name: value for name, value in hints.items() if name in read}
 
     def _check_schemas(self, tools: Tools, answer: Form | None) -> None:
         """Refuses functions, and an answer in their place, by the field of the schema, of which the grammar of both
