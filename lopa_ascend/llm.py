@@ -200,9 +200,12 @@ class LLM:
                 with self._lock, deferred_interrupts():
                     self._end(request_id)
 
-    def _begin(self, prompt: Sequence[int], params: DecodingParams, trace: bool) -> tuple[str, OutputStream]:
+    def _begin(
+        self, prompt: Sequence[int], params: DecodingParams, trace: bool, is_conversation: bool = False
+    ) -> tuple[str, OutputStream]:
         """Hands a request to the engine; ``_end`` must follow."""
-        params = self.prompts.for_engine(params)
+        self.prompts.check_thinking(vars(params), is_conversation=is_conversation)
+        params = self.prompts.for_engine(params, self.prompts.thinking(prompt) if is_conversation else None)
         request_id, output = f"request-{next(self._ids)}", OutputStream(prompt, params, self.tokenizer)
         self.engine.add(request_id, prompt, params, trace=trace)
         self._updates[request_id] = deque()
@@ -279,7 +282,7 @@ class LLM:
             GenerationError: a request failed; the other requests were ended.
         """
         prompts = [self.tokenize_chat(rows, chat_template_kwargs) for rows in _conversations(conversations)]
-        return self._generate_all(prompts, params, trace, quiet)
+        return self._generate_all(prompts, params, trace, quiet, is_conversation=True)
 
     def score(
         self,
@@ -392,7 +395,13 @@ class LLM:
         Path(path).write_bytes(msgspec.json.Encoder().encode_lines(events))
 
     def _generate_all(
-        self, prompts: list[list[int]], params: DecodingParams | None, trace: bool, quiet: bool
+        self,
+        prompts: list[list[int]],
+        params: DecodingParams | None,
+        trace: bool,
+        quiet: bool,
+        *,
+        is_conversation: bool = False,
     ) -> list[GenerationOutput]:
         """As ``generate``, for prompts that are token ids."""
         params = params or self.params()
@@ -402,7 +411,7 @@ class LLM:
             try:
                 with deferred_interrupts():
                     for index, prompt in enumerate(prompts):
-                        unfinished[index] = self._begin(prompt, params, trace)
+                        unfinished[index] = self._begin(prompt, params, trace, is_conversation)
                 # With None, tqdm shows the bar on a terminal only. Without a stderr it has nowhere to write.
                 hidden = True if quiet or sys.stderr is None else None
                 with tqdm(total=len(prompts), desc="prompts", disable=hidden) as bar:

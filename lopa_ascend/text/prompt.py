@@ -12,7 +12,7 @@ from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.reasoning import CLOSE, OPEN
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tool_calls import BEGIN
-from lopa_ascend.types import Thinking
+from lopa_ascend.types import Grammar, Thinking
 
 END_OF_PROMPT = 16
 """Tokens at the end of a prompt that show whether the model thinks: a mark, and white space."""
@@ -152,10 +152,15 @@ class Prompts:
         except ValueError as error:
             raise ParameterError("messages", str(error)) from error
 
+    @property
+    def can_think(self) -> bool:
+        """Whether the chat template knows that the model thinks before it answers."""
+        return self.tokenizer is not None and CLOSE in (self.tokenizer.chat_template or "")
+
     def thinking(self, prompt: Sequence[int]) -> Thinking | None:
         """How the model thinks before its answer to a prompt of ``encode_chat``; None: not at all."""
         tokenizer = self.tokenizer
-        if tokenizer is None or CLOSE not in (tokenizer.chat_template or ""):
+        if tokenizer is None or not self.can_think:
             return None
         end = tokenizer.decode(prompt[-END_OF_PROMPT:], skip_special_tokens=False).rstrip()
         if end.endswith(CLOSE):
@@ -166,12 +171,20 @@ class Prompts:
         """Refuses variables that the chat template does not read: they would change nothing."""
         read = frozenset[str]() if self.tokenizer is None else self.tokenizer.template_variables
         for name, value in variables.items():
-            if name not in read and (name, value) != ("enable_thinking", False):  # which asks for nothing then
+            asks_for_nothing = name == "enable_thinking" and value is False
+            if name not in read and not asks_for_nothing:
                 message = f"is not read by the chat template, which reads {', '.join(sorted(read)) or 'none'}"
                 raise ParameterError(f"{field}.{name[:100]}", message)
 
-    def for_engine(self, params: DecodingParams) -> DecodingParams:
-        """The parameters of a request as the engine takes them: it knows no text, and no special tokens by name.
+    def check_thinking(self, params: Mapping[str, Any], *, is_conversation: bool) -> None:
+        """Refuses a ``max_thinking_tokens`` that could limit nothing."""
+        if params.get("max_thinking_tokens") is not None and not (is_conversation and self.can_think):
+            problem = "the chat template of this model has no <think>" if is_conversation else "this is no conversation"
+            raise ParameterError("max_thinking_tokens", f"{problem}; leave it out")
+
+    def for_engine(self, params: DecodingParams, thinking: Thinking | None = None) -> DecodingParams:
+        """The parameters of a request as the engine takes them: it knows no text, and no special tokens by name. For
+        ``thinking`` see the method.
 
         - A text in ``bad_words`` stands for its tokens alone and for those after a space, which may differ.
         - A stop string that is a special token, such as "<|im_end|>", becomes one of ``stop_token_ids``: special tokens
@@ -189,6 +202,8 @@ class Prompts:
                 if needs_tokenizer:
                     raise ParameterError(name, f"needs a tokenizer, and {self._model_name} has no tokenizer files")
             return params
+        if thinking is not None:
+            params = _after_thinking(params, replace(thinking, max_tokens=params.max_thinking_tokens))
         special = _special_stops(params, self.tokenizer, self._mask_token_id)
         if params.structured_outputs is not None:
             self._grammars.matcher(params.structured_outputs)  # refuses what has an error
@@ -197,6 +212,15 @@ class Prompts:
         if has_banned_texts:
             params = replace(params, bad_words=_words_as_ids(params.bad_words, self.tokenizer))
         return params
+
+
+def _after_thinking(params: DecodingParams, thinking: Thinking) -> DecodingParams:
+    """The parameters of an answer whose grammar, if any, begins after what the model thinks. Only a grammar can end
+    that."""
+    grammar = params.structured_outputs
+    if grammar is None and thinking.max_tokens is not None:
+        grammar = Grammar("regex", "(?s:.*)")
+    return params if grammar is None else params.with_valid(structured_outputs=replace(grammar, thinking=thinking))
 
 
 def _special_stops(params: DecodingParams, tokenizer: Tokenizer, mask_token_id: int) -> list[int]:

@@ -153,6 +153,7 @@ class ChatRequest(GenerationRequest):
         "moderation": (),
     }
     writer_type: ClassVar[type[CompletionWriter]] = CompletionWriter
+    is_conversation = True
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool | None = Field(

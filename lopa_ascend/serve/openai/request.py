@@ -30,7 +30,7 @@ from lopa_ascend.serve.openai.structured import Form, asked_form, calling_form, 
 from lopa_ascend.serve.openai.tools import Tools, check_kinds
 from lopa_ascend.text.gaps import Gap, Piece, gapped_text
 from lopa_ascend.text.prompt import Prompts
-from lopa_ascend.types import GappedText
+from lopa_ascend.types import GappedText, Thinking
 
 MAX_MESSAGES = 2**14
 """Most messages of a conversation."""
@@ -97,6 +97,8 @@ class GenerationRequest(AnsweredRequest):
     """A request for text."""
 
     harmless = HARMLESS
+    is_conversation: ClassVar[bool] = False
+    """The chat template makes the prompt, after which the model may think."""
 
     n: int | None = Field(None, ge=1, le=MAX_N, description="Number of answers to each prompt. Default: 1.")
     stream: bool | None = Field(None, description="Answer with server-sent events. Default: false.")
@@ -236,9 +238,11 @@ class Planner:
         given = [len(piece) for piece in rest if isinstance(piece, list)]
         try:
             _check_sizes(asked, len(prompts) * (request.n or 1))
+            self.prompts.check_thinking(asked, is_conversation=request.is_conversation)
             for prompt in prompts:
                 if len(prompt) not in fitting:
-                    fitting[len(prompt)] = self._fit(asked, len(prompt), rest, rest_field)
+                    thinking = self.prompts.thinking(prompt) if request.is_conversation else None
+                    fitting[len(prompt)] = self._fit(asked, len(prompt), rest, rest_field, thinking)
                 params, gapped = fitting[len(prompt)]
                 for index in range(request.n or 1):
                     own, num_gaps = _with_own_seed(params, index), len(rest) - len(given)
@@ -254,12 +258,17 @@ class Planner:
         return choices
 
     def _fit(
-        self, asked: Mapping[str, Any], prompt_tokens: int, rest: Sequence[Piece], rest_field: str
+        self,
+        asked: Mapping[str, Any],
+        prompt_tokens: int,
+        rest: Sequence[Piece],
+        rest_field: str,
+        thinking: Thinking | None,
     ) -> tuple[DecodingParams, GappedText | None]:
         """The parameters for prompts of one length, and the text with gaps that follows them."""
         num_open = sum(isinstance(piece, Gap) and not piece.size(0) for piece in rest)
         num_known = sum(piece.size(0) if isinstance(piece, Gap) else len(piece) for piece in rest)
-        params = self.prompts.for_engine(self._params(asked, prompt_tokens + num_known, max(1, num_open)))
+        params = self.prompts.for_engine(self._params(asked, prompt_tokens + num_known, max(1, num_open)), thinking)
         if not rest:
             self.limits.check(prompt_tokens, params)
             return params, None

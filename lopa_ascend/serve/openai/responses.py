@@ -199,6 +199,7 @@ class ResponseRequest(GenerationRequest):
         "moderation": (),
         "background_options": (),
     }
+    is_conversation = True
 
     input: Annotated[str | Items, BeforeValidator(_check_input)] = Field(
         description="What the user says, or the messages of a conversation."
