@@ -35,6 +35,7 @@ TEMPLATE = Path(__file__).parents[1] / "thinking.jinja"
 HELLO = {"role": "user", "content": "hello"}
 CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
+FLAT = [{"type": "function", "name": "add"}]
 LIMITS = Limits(320, 319, 4096, 1000, 4, 8192, 7)
 MARKED = Thinking(False, tuple(tiny_tokenizer().encode("<think>")), tuple(tiny_tokenizer().encode("</think>")))
 
@@ -66,7 +67,7 @@ def prompt_of(request: GenerationRequest, plan: Planner = PLANNER) -> str:
 
 def test_variables_reach_the_template_from_every_route():
     without = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    fields = {"chat_template_kwargs": {"enable_thinking": False}}
+    fields: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
     tokenized = _tokenized(PLANNER.prompts, TokenizeRequest(messages=chat().messages, **fields), 512)
     ends = [
         prompt_of(chat(**fields)),
@@ -92,7 +93,7 @@ def test_a_variable_that_the_template_does_not_read_is_refused(name: str):
     with pytest.raises(ParameterError, match=expected):
         chat(chat_template_kwargs={name: 1}).plan(PLANNER)
     with pytest.raises(ParameterError, match=f"^default_chat_template_kwargs.{name}: "):
-        planner(**{name: 1})
+        planner(None, **{name: 1})
 
 
 def test_a_template_that_knows_no_thinking_needs_not_be_told_to_leave_it():
