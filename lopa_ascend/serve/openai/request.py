@@ -130,10 +130,12 @@ def check_defaults(decoding: Mapping[str, Any], prompts: Prompts, limits: Limits
     """Checks a server's default decoding parameters against its model: with a wrong one every request would fail.
 
     Raises:
-        ValueError: a default names token ids that the model does not have, or needs a tokenizer.
+        ValueError: a default names token ids that the model does not have, needs a tokenizer, or limits thinking
+            that the model does not know.
     """
     params = DecodingParams(**decoding)
     try:
+        prompts.check_thinking(decoding, is_conversation=True)
         limits.check_token_ids(prompts.for_engine(params))
     except ParameterError as error:
         raise ValueError(f"the default of {error}") from error
