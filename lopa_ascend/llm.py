@@ -143,13 +143,15 @@ class LLM:
         """
         return self.prompts.encode(prompt)
 
-    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The token ids that the chat template makes of a conversation.
+    def tokenize_chat(
+        self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The token ids that the chat template makes of a conversation, with further variables for the template.
 
         Raises:
-            ParameterError: there is no template, or it refuses the messages.
+            ParameterError: there is no template, it refuses the messages, or it does not read a variable.
         """
-        return self.prompts.encode_chat(messages)
+        return self.prompts.encode_chat(messages, variables=chat_template_kwargs)
 
     def check(self, prompt_token_ids: Sequence[int], params: DecodingParams) -> None:
         """Refuses a request that this model could never run.
@@ -198,9 +200,12 @@ class LLM:
                 with self._lock, deferred_interrupts():
                     self._end(request_id)
 
-    def _begin(self, prompt: Sequence[int], params: DecodingParams, trace: bool) -> tuple[str, OutputStream]:
+    def _begin(
+        self, prompt: Sequence[int], params: DecodingParams, trace: bool, is_conversation: bool = False
+    ) -> tuple[str, OutputStream]:
         """Hands a request to the engine; ``_end`` must follow."""
-        params = self.prompts.for_engine(params)
+        self.prompts.check_thinking(vars(params), is_conversation=is_conversation)
+        params = self.prompts.for_engine(params, self.prompts.thinking(prompt) if is_conversation else None)
         request_id, output = f"request-{next(self._ids)}", OutputStream(prompt, params, self.tokenizer)
         self.engine.add(request_id, prompt, params, trace=trace)
         self._updates[request_id] = deque()
@@ -255,6 +260,7 @@ class LLM:
         conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         params: DecodingParams | None = None,
         *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         trace: bool = False,
         quiet: bool = False,
     ) -> list[GenerationOutput]:
@@ -264,6 +270,7 @@ class LLM:
             conversations: lists of messages, which have "role" and "content"; one list of messages is one
                 conversation.
             params: how all of them are decoded; by default as the model's directory recommends, see ``params``.
+            chat_template_kwargs: further variables for the chat template, such as ``{"enable_thinking": False}``.
             trace: the outputs have a record of each forward pass.
             quiet: show no progress bar.
 
@@ -274,8 +281,8 @@ class LLM:
             ParameterError: see ``generate`` and ``tokenize_chat``.
             GenerationError: a request failed; the other requests were ended.
         """
-        several = _conversations(conversations)
-        return self._generate_all([self.tokenize_chat(messages) for messages in several], params, trace, quiet)
+        prompts = [self.tokenize_chat(rows, chat_template_kwargs) for rows in _conversations(conversations)]
+        return self._generate_all(prompts, params, trace, quiet, is_conversation=True)
 
     def score(
         self,
@@ -388,7 +395,13 @@ class LLM:
         Path(path).write_bytes(msgspec.json.Encoder().encode_lines(events))
 
     def _generate_all(
-        self, prompts: list[list[int]], params: DecodingParams | None, trace: bool, quiet: bool
+        self,
+        prompts: list[list[int]],
+        params: DecodingParams | None,
+        trace: bool,
+        quiet: bool,
+        *,
+        is_conversation: bool = False,
     ) -> list[GenerationOutput]:
         """As ``generate``, for prompts that are token ids."""
         params = params or self.params()
@@ -398,7 +411,7 @@ class LLM:
             try:
                 with deferred_interrupts():
                     for index, prompt in enumerate(prompts):
-                        unfinished[index] = self._begin(prompt, params, trace)
+                        unfinished[index] = self._begin(prompt, params, trace, is_conversation)
                 # With None, tqdm shows the bar on a terminal only. Without a stderr it has nowhere to write.
                 hidden = True if quiet or sys.stderr is None else None
                 with tqdm(total=len(prompts), desc="prompts", disable=hidden) as bar:

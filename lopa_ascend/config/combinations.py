@@ -130,10 +130,14 @@ RULES = (
     Rule("alg", FILLER, ("vanilla",)),
     Rule("alg_temp", FILLER, ("vanilla",)),
     Rule("structured_outputs", FILLER, BY_BLOCKS),  # any order of positions would leave no prefix to follow
-    Rule("ignore_eos", "structured_outputs", (None,)),  # its grammar says where the answer ends
-    Rule("finish_at_eos", "structured_outputs", (None,)),
-    Rule("editing_threshold", "structured_outputs", (None,)),  # what a grammar has passed may not change
-    Rule("sub_block_cache", "structured_outputs", (None,)),  # a forced span would leave out a block's first pass
+    Rule("max_thinking_tokens", FILLER, BY_BLOCKS),
+    # A grammar says where the answer ends. What it has passed may not change, and a span that it forces would leave out
+    # a block's first pass.
+    *(
+        Rule(name, grammar, (None,))
+        for grammar in ("structured_outputs", "max_thinking_tokens")
+        for name in ("ignore_eos", "finish_at_eos", "editing_threshold", "sub_block_cache")
+    ),
     Rule("alg_temp", "alg", tuple(alg for alg in ALGS if alg != "origin")),  # it ranks nothing
 )
 

@@ -171,6 +171,14 @@ class UsualParams:
         default_text="none",
         graphs=GraphSupport.DEFAULT,
     )
+    max_thinking_tokens: int | None = parameter(
+        None,
+        Integer(0, INT32_MAX),
+        "most tokens that a model which thinks before its answer thinks in a conversation",
+        default_text="no limit",
+        aliases=("thinking_token_budget",),
+        graphs=GraphSupport.DEFAULT,
+    )
     top_logprobs: int = parameter(
         0,
         Integer(0, 20),

@@ -25,8 +25,9 @@ from lopa_ascend.config.kinds import format_size
 from lopa_ascend.core import Request, Result, Sequence, Step
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.bad_words import BadWords
-from lopa_ascend.decode.constraint import Constraint
+from lopa_ascend.decode.constraint import Constraint, Matcher
 from lopa_ascend.decode.masked import begin_masked
+from lopa_ascend.decode.thinking import ThinkingMatcher
 from lopa_ascend.engine.commands import Abort, Generate, StartProfile, StopProfile
 from lopa_ascend.engine.leader import Leader, Order, end_processes
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
@@ -525,7 +526,10 @@ def start_sequence(
     if request.params.structured_outputs is not None:
         assert grammars is not None, "the engine refuses such requests"
         ends = [token for token in (*eos, *request.params.stop_token_ids) if token < num_token_ids]
-        constraint = Constraint(grammars.matcher(request.params.structured_outputs, ends), ends)
+        matcher: Matcher = grammars.matcher(request.params.structured_outputs, ends)
+        if (thinking := request.params.structured_outputs.thinking) is not None:
+            matcher = ThinkingMatcher(matcher, thinking, num_token_ids)
+        constraint = Constraint(matcher, ends)
     start = (request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached, properties)
     strategy = begin_masked(*start) if request.continuations else begin(*start, constraint, request.gapped)
     sequence = Sequence(

@@ -35,7 +35,7 @@ from lopa_ascend.config.removed import instead_of
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.parallel.launch import Rendezvous, rank_in_environment
-from lopa_ascend.serve.config import ServeConfig
+from lopa_ascend.serve.config import JsonObject, ServeConfig
 from lopa_ascend.serve.flags import (
     DECODING_FLAGS,
     ENGINE_FLAGS,
@@ -351,7 +351,7 @@ def _from_yaml(flag: Flag, value: object) -> Any:
 
 def _one_from_yaml(flag: Flag, value: object) -> Any:
     kind = flag.setting.kind
-    if isinstance(kind, Boolean):
+    if isinstance(kind, Boolean | JsonObject):
         return kind.checked(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"must be one value, got {shown(value)}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.config.kinds import AnyText, Boolean, Bytes, Integer, Number, Strings
+from lopa_ascend.config.files import shown
+from lopa_ascend.config.kinds import AnyText, Boolean, Bytes, Integer, Kind, Number, Strings
 from lopa_ascend.config.settings import Section, declare, settings
 
 DAY = 86400
@@ -51,6 +53,27 @@ class UrlPath(AnyText):
         return value
 
 
+@dataclass(frozen=True)
+class JsonObject(Kind):
+    """A JSON object."""
+
+    metavar: ClassVar[str] = "JSON"
+
+    def parse(self, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"must be {self.allowed()}, got {shown(text)}: {error}") from None
+
+    def checked(self, value: object) -> object:
+        if not isinstance(value, dict):
+            raise ValueError(f"must be {self.allowed()}, got {shown(value)}")
+        return value
+
+    def allowed(self) -> str:
+        return 'a JSON object such as {"enable_thinking": false}'
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """How a server is started. Values are checked where they are read: on the command line and in the YAML file."""
@@ -71,6 +94,13 @@ class ServeConfig:
         group=Section.MODEL,
         metavar="FILE",
         default_text="the model's own",
+    )
+    default_chat_template_kwargs: Mapping[str, Any] | None = declare(
+        None,
+        JsonObject(),
+        "variables that the chat template gets unless a request's chat_template_kwargs says otherwise",
+        group=Section.MODEL,
+        default_text="none",
     )
     split_special_tokens: bool = declare(
         False,

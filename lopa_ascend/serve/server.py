@@ -25,7 +25,7 @@ from lopa_ascend.serve.flags import option
 from lopa_ascend.serve.greeting import make_greeting
 from lopa_ascend.serve.http.connections import Connection, RareWarnings, connection_limit
 from lopa_ascend.serve.link.client import EngineClient
-from lopa_ascend.serve.link.spawn import EngineFailed
+from lopa_ascend.serve.link.spawn import EngineFailed, EngineProcess
 from lopa_ascend.serve.openai.request import check_defaults
 from lopa_ascend.text.template import check_template
 from lopa_ascend.text.tokenizer_files import load_template
@@ -173,9 +173,11 @@ async def _serve(config: ServeConfig, template: str | None, listener: socket.soc
 async def _start(config: ServeConfig, template: str | None, listener: socket.socket) -> tuple[EngineClient, str]:
     """The client of a new engine, and the greeting. From then on the server listens.
 
-    Raises as ``EngineClient.start``, ``check_defaults`` and ``listen`` do.
+    Raises as ``EngineProcess.start``, ``EngineClient.connect``, ``check_defaults`` and ``listen`` do.
     """
-    client = await EngineClient.start(config, template)
+    engine, ready = await EngineProcess.start(config.engine)
+    with _ended_by_signals():  # `tokenizers` holds the GIL for seconds while it reads a large file
+        client = await EngineClient.connect(engine, ready, config, template)
     try:
         check_defaults(config.decoding, client.prompts, client.ready.limits)
         greeting = await asyncio.to_thread(make_greeting, client, config, listener)
@@ -184,6 +186,18 @@ async def _start(config: ServeConfig, template: str | None, listener: socket.soc
     except BaseException:
         await client.close()
         raise
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Lets SIGINT and SIGTERM end this process, and with it the engine, although no handler of Python's can run."""
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+            signal.siginterrupt(number, False)
 
 
 def _refused(error: Exception) -> int:

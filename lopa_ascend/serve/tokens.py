@@ -17,7 +17,7 @@ from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.http.openapi import READING, body_of, errors
 from lopa_ascend.serve.openai.chat import Message
 from lopa_ascend.serve.openai.fields import HARMLESS_TEMPLATE, INSTEAD
-from lopa_ascend.serve.openai.request import MAX_MESSAGES
+from lopa_ascend.serve.openai.request import MAX_MESSAGES, VARIABLES
 from lopa_ascend.serve.openai.tools import MAX_TOOLS, AnyChatTool, chat_tools
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer import Tokenizer
@@ -44,6 +44,7 @@ class TokenizeRequest(Body):
     tools: Annotated[list[AnyChatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         None, description="Functions that the chat template shows to the model. With messages."
     )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description=f"{VARIABLES} With messages.")
     add_special_tokens: bool | None = Field(
         None, description="Taken, and without effect: byte-level BPE adds no special tokens to a text."
     )
@@ -134,7 +135,9 @@ def _tokenized(prompts: Prompts, request: TokenizeRequest, max_model_len: int) -
         ids = prompts.encode_text(request.prompt)
     else:
         tools = chat_tools(request.tools, None, parallel=None).as_template_input()
-        ids = prompts.encode_messages([message.as_template_input() for message in request.messages or ()], tools)
+        ids = prompts.encode_messages(
+            [message.as_template_input() for message in request.messages or ()], tools, request.chat_template_kwargs
+        )
     strings = [tokenizer.piece(token).decode(errors="replace") for token in ids] if request.return_token_strs else None
     return Tokens(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=strings)
 

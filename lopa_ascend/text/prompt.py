@@ -9,9 +9,13 @@ from typing import Any
 
 from lopa_ascend.config import ContextLengthError, DecodingParams, ParameterError, context_length
 from lopa_ascend.text.grammars import Grammars
+from lopa_ascend.text.reasoning import CLOSE, OPEN
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tool_calls import BEGIN
+from lopa_ascend.types import Grammar, Thinking
 
+END_OF_PROMPT = 16
+"""Tokens at the end of a prompt that show whether the model thinks: a mark, and white space."""
 NO_TOOLS = (
     "the chat template of this model knows no tools: it must read the variable tools, and write calls as <tool_call> "
     "with JSON. Instead, describe tools and their results in messages of the user, or force a call by tool_choice"
@@ -29,6 +33,10 @@ class Prompts:
         max_model_len: most tokens of a prompt. Texts and conversations that cannot have so few are refused before
             they are tokenized; None: no text is.
         split_special_tokens: special tokens in the texts of messages are plain text. The mask always is.
+        template_variables: what the chat template gets unless a conversation says otherwise.
+
+    Raises:
+        ParameterError: the template does not read such a variable.
     """
 
     def __init__(
@@ -40,8 +48,11 @@ class Prompts:
         max_model_len: int | None = None,
         *,
         split_special_tokens: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
     ):
         self.tokenizer = tokenizer
+        self._template_variables = dict(template_variables or {})
+        self._check_variables(self._template_variables, "default_chat_template_kwargs")
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._mask_token_id = mask_token_id
@@ -100,18 +111,25 @@ class Prompts:
         message = f"has {len(text)} characters; {limit}, which have {longest} characters at most"
         raise ContextLengthError(param, message)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """The token ids of the prompt that the chat template makes of a conversation. For ``tools`` see
-        ``ChatTemplate.render``.
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of the prompt that the chat template makes of a conversation. See ``ChatTemplate.render``.
 
         Raises:
-            ParameterError: there is no template, it refuses the messages, it knows no tools although there are some, or
-                the prompt is one that ``encode`` refuses.
+            ParameterError: there is no template, it refuses the messages, it knows no tools although there are some,
+                it does not read a variable, or the prompt is one that ``encode`` refuses.
         """
-        return self.encode(self.encode_messages(messages, tools))
+        return self.encode(self.encode_messages(messages, tools, variables))
 
     def encode_messages(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """As ``encode_chat``, but a template may write the mask."""
         if self.tokenizer is None:
@@ -122,9 +140,11 @@ class Prompts:
         uses_tools = [message for message in messages if message["role"] == "tool" or "tool_calls" in message]
         if (tools or uses_tools) and not self.knows_tools:
             raise ParameterError("tools" if tools else "messages", NO_TOOLS)
+        self._check_variables(variables or {}, "chat_template_kwargs")
+        variables = {**self._template_variables, **(variables or {})}
         try:
             rows = [dict(message) for message in messages]
-            pieces = self.tokenizer.render_apart(rows, self._plain, [dict(tool) for tool in tools])
+            pieces = self.tokenizer.render_apart(rows, self._plain, [dict(tool) for tool in tools], variables)
             self._check_characters("messages", "".join(pieces), self.tokenizer)
             return self.tokenizer.encode(*pieces)
         except ParameterError:
@@ -132,8 +152,39 @@ class Prompts:
         except ValueError as error:
             raise ParameterError("messages", str(error)) from error
 
-    def for_engine(self, params: DecodingParams) -> DecodingParams:
-        """The parameters of a request as the engine takes them: it knows no text, and no special tokens by name.
+    @property
+    def can_think(self) -> bool:
+        """Whether the chat template knows that the model thinks before it answers."""
+        return self.tokenizer is not None and CLOSE in (self.tokenizer.chat_template or "")
+
+    def thinking(self, prompt: Sequence[int]) -> Thinking | None:
+        """How the model thinks before its answer to a prompt of ``encode_chat``; None: not at all."""
+        tokenizer = self.tokenizer
+        if tokenizer is None or not self.can_think:
+            return None
+        end = tokenizer.decode(prompt[-END_OF_PROMPT:], skip_special_tokens=False).rstrip()
+        if end.endswith(CLOSE):
+            return None
+        return Thinking(end.endswith(OPEN), tuple(tokenizer.encode(OPEN)), tuple(tokenizer.encode(CLOSE)))
+
+    def _check_variables(self, variables: Mapping[str, Any], field: str) -> None:
+        """Refuses variables that the chat template does not read: they would change nothing."""
+        read = frozenset[str]() if self.tokenizer is None else self.tokenizer.template_variables
+        for name, value in variables.items():
+            asks_for_nothing = name == "enable_thinking" and value is False
+            if name not in read and not asks_for_nothing:
+                message = f"is not read by the chat template, which reads {', '.join(sorted(read)) or 'none'}"
+                raise ParameterError(f"{field}.{name[:100]}", message)
+
+    def check_thinking(self, params: Mapping[str, Any], *, is_conversation: bool) -> None:
+        """Refuses a ``max_thinking_tokens`` that could limit nothing."""
+        if params.get("max_thinking_tokens") is not None and not (is_conversation and self.can_think):
+            problem = "the chat template of this model has no <think>" if is_conversation else "this is no conversation"
+            raise ParameterError("max_thinking_tokens", f"{problem}; leave it out")
+
+    def for_engine(self, params: DecodingParams, thinking: Thinking | None = None) -> DecodingParams:
+        """The parameters of a request as the engine takes them: it knows no text, and no special tokens by name. For
+        ``thinking`` see the method.
 
         - A text in ``bad_words`` stands for its tokens alone and for those after a space, which may differ.
         - A stop string that is a special token, such as "<|im_end|>", becomes one of ``stop_token_ids``: special tokens
@@ -151,6 +202,8 @@ class Prompts:
                 if needs_tokenizer:
                     raise ParameterError(name, f"needs a tokenizer, and {self._model_name} has no tokenizer files")
             return params
+        if thinking is not None:
+            params = _after_thinking(params, replace(thinking, max_tokens=params.max_thinking_tokens))
         special = _special_stops(params, self.tokenizer, self._mask_token_id)
         if params.structured_outputs is not None:
             self._grammars.matcher(params.structured_outputs)  # refuses what has an error
@@ -159,6 +212,15 @@ class Prompts:
         if has_banned_texts:
             params = replace(params, bad_words=_words_as_ids(params.bad_words, self.tokenizer))
         return params
+
+
+def _after_thinking(params: DecodingParams, thinking: Thinking) -> DecodingParams:
+    """The parameters of an answer whose grammar, if any, begins after what the model thinks. Only a grammar can end
+    that."""
+    grammar = params.structured_outputs
+    if grammar is None and thinking.max_tokens is not None:
+        grammar = Grammar("regex", "(?s:.*)")
+    return params if grammar is None else params.with_valid(structured_outputs=replace(grammar, thinking=thinking))
 
 
 def _special_stops(params: DecodingParams, tokenizer: Tokenizer, mask_token_id: int) -> list[int]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
-
 from lopa_ascend.config.files import read_text, shown
-from lopa_ascend.text.sandbox import ChatTemplate
+from lopa_ascend.text.sandbox import ChatTemplate, LimitError, TemplateError
 from lopa_ascend.text.tokenizer import TokenizerError
 
 
@@ -40,12 +38,8 @@ def read_template(path: Path, config_file: Path, config: dict[str, Any]) -> tupl
 
 
 def check_template(template: str, source: str) -> None:
-    """Refuses what is no Jinja template, with a TokenizerError that names its ``source``. Nothing of it runs."""
+    """Refuses what is no Jinja template, with a TokenizerError that names its ``source``."""
     try:
         ChatTemplate(template, {})
-    except TemplateSyntaxError as error:
-        raise TokenizerError(f"{source}: line {error.lineno}: {error.message}, expected a Jinja template") from error
-    except RecursionError as error:
-        raise TokenizerError(f"{source}: is nested too deeply, expected a Jinja template") from error
-    except ValueError as error:  # a number with thousands of digits
+    except (TemplateError, LimitError) as error:
         raise TokenizerError(f"{source}: {error}, expected a Jinja template") from error

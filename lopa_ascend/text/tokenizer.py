@@ -6,14 +6,14 @@ transformers, which takes seconds to import.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
 
-from lopa_ascend.text.sandbox import ChatTemplate, LimitError
+from lopa_ascend.text.sandbox import ChatTemplate, LimitError, TemplateError
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -159,9 +159,19 @@ class Tokenizer:
         """Whether the chat template uses a variable, such as "tools"."""
         return self._template is not None and variable in self._template.variables
 
-    def render(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """What the chat template reads beside the conversation and special tokens, such as "enable_thinking"."""
+        return frozenset() if self._template is None else self._template.free_variables
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text that the chat template makes of messages with "role" and "content", up to where the assistant's
-        answer begins. For ``tools`` see ``ChatTemplate.render``.
+        answer begins. See ``ChatTemplate.render``.
 
         Raises:
             ValueError: there are no messages, there is no chat template, or the template refuses the messages, takes
@@ -172,23 +182,28 @@ class Tokenizer:
         if not messages:
             raise ValueError("there are no messages")
         try:
-            return self._template.render(messages, tools)
+            return self._template.render(messages, tools, variables)
         except LimitError as error:
             raise ValueError(f"the chat template {error}") from None
-        except Exception as error:  # a template is a program of the checkpoint's author, which may raise anything
+        except TemplateError as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 
     def render_apart(
-        self, messages: list[dict[str, Any]], plain: Iterable[int], tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: list[dict[str, Any]],
+        plain: Iterable[int],
+        tools: Sequence[dict[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """As ``render``, in pieces that ``encode`` takes: the tokens ``plain`` come from the template alone, because in
-        messages and tools each of their texts is cut in two."""
-        together = "\0".join(_strings([messages, tools]))
+        what it is given each of their texts is cut in two."""
+        given = messages, tools, dict(variables or {})
+        together = "\0".join(_strings(given))
         used = {*together, *(self.chat_template or "")}
         cut = next(character for character in map(chr, range(0x10FFFF, 0xFFFF, -1)) if character not in used)
         named = [self._added[token] for token in plain if token in self._added]
         tokens = [token for token in named if token.normalized or token.content in together]
-        return self.render(*(self._with_cuts(values, tokens, cut) for values in (messages, tools))).split(cut)
+        return self.render(*(self._with_cuts(values, tokens, cut) for values in given)).split(cut)
 
     def _with_cuts(self, value: Any, tokens: Sequence[AddedToken], cut: str) -> Any:
         """A value, in whose strings a character is put into every text of a token, after the first character."""

@@ -16,6 +16,7 @@ from lopa_ascend.types.model import DREAM, ModelProperties
 from lopa_ascend.types.output import Alternatives, GenerationOutput, Progress, Update
 from lopa_ascend.types.stats import EngineStats, GraphStats, RankReport, Traffic
 from lopa_ascend.types.step import KVShape, PageCopy, Scoring
+from lopa_ascend.types.thinking import Thinking
 
 __all__ = [
     "DREAM",
@@ -39,6 +40,7 @@ __all__ = [
     "Scoring",
     "SequencePlan",
     "StepRecord",
+    "Thinking",
     "Traffic",
     "Update",
     "winner_rank",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from lopa_ascend.types.thinking import Thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +15,8 @@ class Grammar:
     """"json" (text: a JSON schema), "json_object" (text: empty), "regex", "choice" (text: a JSON list of strings), or
     "grammar" (text: in Lark's syntax)."""
     text: str
+    thinking: Thinking | None = field(default=None, compare=False)
+    """What may come before the answer; the grammar begins after that."""
 
     def __str__(self) -> str:
         return self.kind

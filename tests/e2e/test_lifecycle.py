@@ -340,6 +340,17 @@ def test_signal_while_it_loads_leaves_nothing_behind(model_dir: Path, tmp_path: 
         assert list(tmp_path.iterdir()) == []
 
 
+def test_signal_while_the_chat_template_takes_long(model_dir: Path, tmp_path: Path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ 1.5 | round(10 ** 9, 'ceil') }}")
+    with running("--model", str(model_dir), "--chat-template", str(template), wait=False) as server:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        until(lambda: children.read_text().split(), 60)
+        began = time.monotonic()
+        assert server.stop(signal.SIGTERM) == (0, "")
+        assert time.monotonic() - began < 2
+
+
 def test_an_engine_process_that_is_stopped_while_it_loads_is_given_up(model_dir: Path):
     with running("--model", str(model_dir), "--distributed-timeout-seconds", "2", wait=False) as server:
         (engine,) = until(lambda: server.children, 60)

@@ -264,7 +264,7 @@ def test_graph_support() -> None:
     declared = DecodingParams.parameters()
     of = {kind: {name for name, parameter in declared.items() if parameter.graphs is kind} for kind in GraphSupport}
     processed = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
-    processed |= {"bad_words", "structured_outputs", "top_logprobs"}
+    processed |= {"bad_words", "structured_outputs", "max_thinking_tokens", "top_logprobs"}
     unusual = {"temperature", "acceptance", "branch_score", "creation_weight", "min_new_tokens"}
     assert of[GraphSupport.PIPELINED] == {"decoding"}
     assert of[GraphSupport.DEFAULT] == processed | unusual | {"base", "lookahead_depth", "denoising_steps"} | {

@@ -247,7 +247,8 @@ def test_an_answer_can_be_sent_back_as_clients_keep_it(field: str, answer: list[
     user = {"role": "user", "content": "a"}
     body = json.dumps({field: [user, *answer, user]}).encode()
     asked = read_body(ChatRequest if field == "messages" else ResponseRequest, body)
-    assert said(asked) == [user, {"role": "assistant", "content": "b"}, user]
+    conversation = [{name: row[name] for name in row if name != "reasoning_content"} for row in said(asked)]
+    assert conversation == [user, {"role": "assistant", "content": "b"}, user]
 
 
 # ---- what could change the answer ------------------------------------------------------------------------------------

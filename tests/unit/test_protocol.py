@@ -79,7 +79,7 @@ def test_every_decoding_parameter_is_a_field():
     assert CompletionRequest.model_config["extra"] == "forbid"
 
 
-OTHERS = {"num_branches", "max_new_tokens", "top_logprobs"}
+OTHERS = {"num_branches", "max_new_tokens", "top_logprobs", "max_thinking_tokens"}
 
 
 @pytest.mark.parametrize("name", sorted(set(DecodingParams.names()) - OTHERS))

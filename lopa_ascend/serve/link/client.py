@@ -21,7 +21,6 @@ from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.api_error import ApiError, unavailable
 from lopa_ascend.serve.link.generation import AskedChoice, Generation
 from lopa_ascend.serve.link.messages import FromEngine, Left, Lost, Profiled, Ready, Stepped, ToEngine
-from lopa_ascend.serve.link.spawn import EngineProcess
 from lopa_ascend.text.output import GapsStream, OutputStream
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_tokenizer
@@ -130,27 +129,19 @@ class EngineClient:
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: ServeConfig, chat_template: str | None) -> EngineClient:
-        """Starts the engine process, and waits until its model is loaded.
-
-        Args:
-            config: how the server was started.
-            chat_template: text of the chat template; None: the model's own.
-
-        Raises:
-            EngineFailed: the engine cannot serve this model, or ended while it loaded.
-            ValueError, OSError: the tokenizer cannot be read, or no process can be started.
-        """
-        engine, ready = await EngineProcess.start(config.engine)
-        return await cls.connect(engine, ready, config, chat_template)
-
-    @classmethod
     async def connect(
         cls, engine: EngineLink, ready: Ready, config: ServeConfig, chat_template: str | None
     ) -> EngineClient:
         """The client of an engine that has been started; closes the engine if the tokenizer cannot be read.
 
-        Raises as ``start`` does.
+        Args:
+            engine: the way to the engine.
+            ready: what it has said of itself.
+            config: how the server was started.
+            chat_template: text of the chat template; None: the model's own.
+
+        Raises:
+            ValueError, OSError: the tokenizer cannot be read.
         """
         try:
             client = cls(engine, ready, await asyncio.to_thread(_prompts, config, chat_template, ready), config)
@@ -438,4 +429,5 @@ def _prompts(config: ServeConfig, chat_template: str | None, ready: Ready) -> Pr
         ready.model_name,
         limits.max_model_len,
         split_special_tokens=config.split_special_tokens,
+        template_variables=config.default_chat_template_kwargs,
     )

@@ -19,8 +19,9 @@ from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.logprobs import TokenProb, TokenProbs, scored
 from lopa_ascend.serve.openai.request import GenerationRequest
 from lopa_ascend.serve.openai.tools import NO_TOOLS, Calls, Tools
+from lopa_ascend.text.reasoning import num_reasoning_tokens
 from lopa_ascend.text.tokenizer import Tokenizer
-from lopa_ascend.types import GenerationOutput, Progress, Update
+from lopa_ascend.types import GenerationOutput, Progress, Thinking, Update
 
 SCORED = "With structured_outputs.choice: how probable each of its texts is. A stream has it in one chunk."
 EVENTS = "With stream: true. Each event holds one chunk as JSON; the last event is [DONE]."
@@ -32,6 +33,10 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int = Field(description="Prompt tokens that came from the prefix cache.")
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int = Field(description="Tokens of what the model thought before it answered, with their marks.")
+
+
 class Usage(BaseModel):
     """Token counts of all choices together."""
 
@@ -39,6 +44,7 @@ class Usage(BaseModel):
     completion_tokens: int = Field(description="Tokens of the answer, with those of a stop string that ended it.")
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = Field(None, description="Of a model that can think.")
 
 
 class LopaStats(BaseModel):
@@ -99,12 +105,16 @@ class Form(ABC):
     """The content of a choice's last chunk, which has the finish reason."""
 
     @abstractmethod
-    def message(self, text: str, calls: Sequence[Json] = ()) -> Json:
-        """The text in a choice of a whole answer, and its calls of functions."""
+    def message(self, text: str, calls: Sequence[Json] = (), reasoning: str = "") -> Json:
+        """The text in a choice of a whole answer, its calls of functions, and what the model thought before."""
 
     @abstractmethod
     def delta(self, text: str) -> Json:
         """The text in a choice of a chunk."""
+
+    def reasoning_delta(self, text: str) -> Json:
+        """What the model thinks, in a choice of a chunk."""
+        raise NotImplementedError("these answers have no reasoning")
 
     def call_delta(self, call: Json) -> Json:
         """A piece of a call in a choice of a chunk."""
@@ -129,6 +139,10 @@ class Details:
     """Texts of the prompts, which the answers begin with; empty without echo."""
     tools: Tools = NO_TOOLS
     """What the answer may call."""
+    thinking: Thinking | None = None
+    """How the model thinks before it answers, if that is told apart."""
+    shows_reasoning: bool = True
+    """What it thinks is in the answer."""
     texts: Sequence[str] = ()
     """Texts of which each answer is one, if the request asks how probable they are."""
     include_usage: bool = False
@@ -172,7 +186,7 @@ class CompletionWriter(Writer):
         # Each prompt counts once, however many answers it gets.
         self.prompt_tokens = sum(choice.prompt_tokens for choice in choices[:: details.n])
         self._latest = [Progress((), "") for _ in choices]
-        self._calls = [Calls(details.tools) for _ in choices]
+        self._calls = [Calls(details.tools, details.thinking) for _ in choices]
         self._probs = [self._token_probs() for _ in choices]
         self._num_begun = 0
         """Choices that have had their first chunk: always those with the lowest indices."""
@@ -192,15 +206,18 @@ class CompletionWriter(Writer):
         if index >= len(self.choices):
             return self._scores_of_prompt(index - len(self.choices), progress)
         before, self._latest[index] = self._latest[index], progress
-        text, calls = self._calls[index].push(progress.text, is_final=progress.output is not None)
+        reasoning, text, calls = self._calls[index].push(progress.text, is_final=progress.output is not None)
         known = len(before.token_ids)
         token_ids = progress.token_ids[known:]
         tokens = self._probs[index].push(token_ids, progress.max_probs[known:], progress.alternatives[known:])
         chunks = []
         shows_tokens = self.details.with_ids or self.details.logprobs is not None
-        if text or (token_ids and shows_tokens):
-            delta, logprobs = self.form.delta(text), self._logprobs(tokens)
-            chunks.append(self._chunk(index, delta, logprobs=logprobs, token_ids=token_ids))
+        deltas = [self.form.reasoning_delta(reasoning)] if reasoning and self.details.shows_reasoning else []
+        if text or (token_ids and shows_tokens and not deltas):
+            deltas.append(self.form.delta(text))
+        for delta in deltas[:1]:
+            chunks.append(self._chunk(index, delta, logprobs=self._logprobs(tokens), token_ids=token_ids))
+        chunks += [self._chunk(index, delta) for delta in deltas[1:]]
         chunks += [self._chunk(index, self.form.call_delta(call)) for call in calls]
         if progress.output is not None:
             reason = self._calls[index].finish_reason(progress.output)
@@ -229,6 +246,9 @@ class CompletionWriter(Writer):
         forwards = sum(output.num_forwards for output in outputs)
         cached = sum(output.cached_tokens for output in outputs[:: self.details.n])
         usage = {**self._usage(tokens), "prompt_tokens_details": {"cached_tokens": cached}}
+        if (thinking := self.details.thinking) is not None:
+            reasoning = sum(num_reasoning_tokens(thinking, output) for output in outputs)
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
         lopa = {"num_forwards": forwards, "tokens_per_forward": tokens / forwards if forwards else 0.0}
         return {"usage": usage, "lopa": lopa}
 
@@ -238,11 +258,12 @@ class CompletionWriter(Writer):
 
     def _whole_choice(self, index: int, output: GenerationOutput, scores: Sequence[GenerationOutput]) -> Json:
         tokens = self._token_probs().push(output.token_ids, output.max_probs, output.alternatives)
-        calls = Calls(self.details.tools)
-        text, _ = calls.push(output.text or "", is_final=True)
+        calls = Calls(self.details.tools, self.details.thinking)
+        reasoning, text, _ = calls.push(output.text or "", is_final=True)
+        reasoning = reasoning if self.details.shows_reasoning else ""
         return self._choice(
             index,
-            self.form.message(self._prefix(index) + text, calls.whole()),
+            self.form.message(self._prefix(index) + text, calls.whole(), reasoning),
             logprobs=self._logprobs(tokens, scores[index // self.details.n :][:1]),
             token_ids=output.token_ids,
             output=output,

@@ -24,8 +24,10 @@ from lopa_ascend.serve.openai.answer import (
 from lopa_ascend.serve.openai.fields import HARMLESS, HARMLESS_TEMPLATE, INSTEAD, MESSAGE, PART, ignoring
 from lopa_ascend.serve.openai.logprobs import TokenProb
 from lopa_ascend.serve.openai.request import (
+    EFFORT,
     LOGPROB,
     MAX_MESSAGES,
+    VARIABLES,
     GenerationRequest,
     Planner,
     tidy_tools,
@@ -98,6 +100,10 @@ class Message(Body):
         None, description="Calls of an earlier answer."
     )
     tool_call_id: str | None = Field(None, description="In a message with the role tool: whose result it is.")
+    reasoning_content: str | None = Field(
+        None, description="What the model thought before an earlier answer, for chat templates that read it."
+    )
+    reasoning: str | None = Field(None, description="Another name of reasoning_content.")
 
     @classmethod
     def tidy(cls, values: dict[str, Any]) -> None:
@@ -125,7 +131,8 @@ class Message(Body):
         message: Json = {"role": "system" if self.role == "developer" else self.role, "content": joined(self.content)}
         if self.tool_calls:
             message["tool_calls"] = [call.as_template_input() for call in self.tool_calls]
-        others = {"name": self.name, "tool_call_id": self.tool_call_id}
+        reasoning = self.reasoning_content if self.reasoning_content is not None else self.reasoning
+        others = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": reasoning}
         return message | {name: value for name, value in others.items() if value is not None}
 
 
@@ -146,6 +153,7 @@ class ChatRequest(GenerationRequest):
         "moderation": (),
     }
     writer_type: ClassVar[type[CompletionWriter]] = CompletionWriter
+    is_conversation = True
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool | None = Field(
@@ -163,6 +171,15 @@ class ChatRequest(GenerationRequest):
     )
     tool_choice: AnyChatChoice | None = Field(None, description=TOOL_CHOICE)
     parallel_tool_calls: bool | None = Field(None, description=PARALLEL)
+
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description=VARIABLES)
+    reasoning_effort: str | None = Field(None, description=EFFORT)
+    include_reasoning: bool | None = Field(
+        None, description="Whether the answer has reasoning_content, if the model thinks. Default: true."
+    )
+    separate_reasoning: bool | None = Field(
+        None, description="false: what the model thinks stays in the content, with its marks. Default: true."
+    )
 
     @classmethod
     def tidy(cls, values: dict[str, Any]) -> None:
@@ -183,13 +200,24 @@ class ChatRequest(GenerationRequest):
             "messages",
             tools=self.callable,
             response_format=response_form(self.response_format),
+            variables=self.chat_template_kwargs,
+            effort=self.reasoning_effort,
             with_logprobs=bool(self.logprobs),
         )
 
     def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> CompletionWriter:
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         with_ids, texts = bool(self.return_token_ids), texts_of(self, with_logprobs=bool(self.logprobs))
-        details = Details.of(self, with_ids=with_ids, logprobs=logprobs, tools=self.callable, texts=texts)
+        thinking = planner.prompts.thinking(choices[0].prompt_token_ids)
+        details = Details.of(
+            self,
+            with_ids=with_ids,
+            logprobs=logprobs,
+            tools=self.callable,
+            texts=texts,
+            thinking=None if self.separate_reasoning is False else thinking,
+            shows_reasoning=self.include_reasoning is not False,
+        )
         return self.writer_type(CHAT, model, choices, details, planner.prompts.tokenizer)
 
 
@@ -227,6 +255,7 @@ class ChatMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None = Field(description="Null if there are only calls.")
     refusal: None = None
+    reasoning_content: str | None = Field(None, description="What a model that can think thought before it answered.")
     tool_calls: list[ChatCall] | None = None
 
 
@@ -249,12 +278,16 @@ class ChatForm(Form):
     opening = {"delta": {"role": "assistant", "content": ""}}
     end = {"delta": {}}
 
-    def message(self, text: str, calls: Sequence[Json] = ()) -> Json:
+    def message(self, text: str, calls: Sequence[Json] = (), reasoning: str = "") -> Json:
         message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        return {"message": {**message, "tool_calls": calls} if calls else message}
+        others = {"reasoning_content": reasoning, "tool_calls": calls}
+        return {"message": message | {name: value for name, value in others.items() if value}}
 
     def delta(self, text: str) -> Json:
         return {"delta": {"content": text}}
+
+    def reasoning_delta(self, text: str) -> Json:
+        return {"delta": {"reasoning_content": text}}
 
     def call_delta(self, call: Json) -> Json:
         return {"delta": {"tool_calls": [call]}}

@@ -171,7 +171,7 @@ class CompletionForm(Form):
     whole = chunk = "text_completion"
     end = {"text": ""}
 
-    def message(self, text: str, calls: Sequence[Json] = ()) -> Json:
+    def message(self, text: str, calls: Sequence[Json] = (), reasoning: str = "") -> Json:
         return {"text": text}
 
     def delta(self, text: str) -> Json:

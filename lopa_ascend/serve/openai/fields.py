@@ -24,7 +24,7 @@ CALLED = "messages[].tool_calls[].function"
 
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
-_EARLIER_REASONING = "The template gets what was said, and not the reasoning before it."
+_EARLIER_REASONING = "The chat template gets the reasoning as text alone."
 _OWN_CACHE = "The cache of prefixes needs no hints, and changes no answer."
 _LABEL = "A label for the client's own records."
 _COPIES = (
@@ -55,7 +55,8 @@ IGNORED = (
     Ignored("client_metadata", REQUEST, dict[str, Any], _LABEL),
     Ignored("store", REQUEST, bool, "Nothing is kept."),
     Ignored("service_tier", REQUEST, str, "There is one."),
-    Ignored("reasoning_effort", REQUEST, str, "There is no reasoning apart from the answer."),
+    Ignored("reasoning_effort", REQUEST, str, "A hint for chat templates."),
+    Ignored("include_reasoning", REQUEST, bool, "A text has no reasoning apart from it."),
     Ignored("verbosity", REQUEST, str, "A hint to models that were trained for it."),
     Ignored("cache_salt", REQUEST, str, "All requests share one prefix cache, which changes no answer."),
     Ignored("request_id", REQUEST, str, "Send the header X-Request-Id."),
@@ -68,8 +69,6 @@ IGNORED = (
     Ignored("phase", MESSAGE, Literal["commentary", "final_answer"], "What an earlier answer was part of."),
     Ignored("parsed", MESSAGE, Any, "The text, as the client has parsed it."),
     Ignored("annotations", MESSAGE, Objects, "Links that go with the text."),
-    Ignored("reasoning", MESSAGE, str, _EARLIER_REASONING),
-    Ignored("reasoning_content", MESSAGE, str, _EARLIER_REASONING),
     Ignored("reasoning_details", MESSAGE, Objects, _EARLIER_REASONING),
     Ignored("thinking_blocks", MESSAGE, Objects, _EARLIER_REASONING),
     Ignored("id", PART, str, _LABEL),
@@ -88,7 +87,6 @@ IGNORED = (
     Ignored("id", REASONING_ITEM, str, _LABEL),
     Ignored("status", REASONING_ITEM, str, "How an earlier answer ended."),
     Ignored("summary", REASONING_ITEM, Objects, _EARLIER_REASONING),
-    Ignored("content", REASONING_ITEM, Objects, _EARLIER_REASONING),
     Ignored("encrypted_content", REASONING_ITEM, str, _EARLIER_REASONING),
     Ignored("strict", TOOL, bool, "Calls that tool_choice forces always have such arguments."),
     Ignored("defer_loading", TOOL, bool, "The model is told of all functions at once."),
@@ -120,7 +118,6 @@ HARMLESS: HarmlessValues = {
     "use_beam_search": (False,),
     "priority": (0,),
     "include_stop_str_in_output": (False,),
-    "include_reasoning": (True, False),
     "spaces_between_special_tokens": (True, False),
     "detokenize": (True,),
     "add_special_tokens": (True, False),  # byte-level BPE adds none
@@ -131,7 +128,6 @@ HARMLESS_TEMPLATE: HarmlessValues = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({"enable_thinking": False},),
 }
 """Fields about the chat template, taken likewise."""
 
@@ -167,7 +163,7 @@ INSTEAD: Mapping[str, str] = {
     "add_generation_prompt": _RENDERED,
     "continue_final_message": _RENDERED,
     "chat_template": _TEMPLATE,
-    "chat_template_kwargs": _TEMPLATE,
+    "chat_template_kwargs": "take /v1/chat/completions, which has a chat template",
     "modalities": _TEXT,
     "audio": _TEXT,
     "refusal": "put it into the content",

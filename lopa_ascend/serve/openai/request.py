@@ -30,7 +30,7 @@ from lopa_ascend.serve.openai.structured import Form, asked_form, calling_form, 
 from lopa_ascend.serve.openai.tools import Tools, check_kinds
 from lopa_ascend.text.gaps import Gap, Piece, gapped_text
 from lopa_ascend.text.prompt import Prompts
-from lopa_ascend.types import GappedText
+from lopa_ascend.types import GappedText, Thinking
 
 MAX_MESSAGES = 2**14
 """Most messages of a conversation."""
@@ -43,6 +43,11 @@ MAX_LOGPROBS = 2**20
 OLD_NAME = "An older name for one of the fields of structured_outputs."
 ID_PARAMETERS = ("eos_token_id", "stop_token_ids", "logit_bias")
 """Parameters that name token ids one by one. Those of ``bad_words`` make words."""
+VARIABLES = (
+    'Variables for the chat template, such as {"enable_thinking": false}. One that it does not read is refused. '
+    "Default: --default-chat-template-kwargs."
+)
+EFFORT = "A hint for chat templates that read it. none also means enable_thinking: false, for those that read that."
 LOGPROB = (
     "the logarithm of the probability that the model gave the token in the forward pass that filled its position, or, "
     "with top_k, top_p or min_p, of the probability with which the token was drawn"
@@ -92,6 +97,8 @@ class GenerationRequest(AnsweredRequest):
     """A request for text."""
 
     harmless = HARMLESS
+    is_conversation: ClassVar[bool] = False
+    """The chat template makes the prompt, after which the model may think."""
 
     n: int | None = Field(None, ge=1, le=MAX_N, description="Number of answers to each prompt. Default: 1.")
     stream: bool | None = Field(None, description="Answer with server-sent events. Default: false.")
@@ -123,10 +130,12 @@ def check_defaults(decoding: Mapping[str, Any], prompts: Prompts, limits: Limits
     """Checks a server's default decoding parameters against its model: with a wrong one every request would fail.
 
     Raises:
-        ValueError: a default names token ids that the model does not have, or needs a tokenizer.
+        ValueError: a default names token ids that the model does not have, needs a tokenizer, or limits thinking
+            that the model does not know.
     """
     params = DecodingParams(**decoding)
     try:
+        prompts.check_thinking(decoding, is_conversation=True)
         limits.check_token_ids(prompts.for_engine(params))
     except ParameterError as error:
         raise ValueError(f"the default of {error}") from error
@@ -149,9 +158,15 @@ class Planner:
         *,
         tools: Tools,
         response_format: Form | None,
+        variables: Json | None = None,
+        effort: str | None = None,
         with_logprobs: bool = False,
     ) -> list[AskedChoice]:
         """The choices for a conversation, which came in the field ``field``.
+
+        Args:
+            variables: those that the request gives to the chat template.
+            effort: how much the model is to think: a hint, for templates that read it.
 
         Raises:
             ParameterError: also if no choice can be forced or left out as ``tools`` says.
@@ -161,13 +176,22 @@ class Planner:
         if tools.is_forced and not self.prompts.knows_tools:
             shown = []  # the grammar has the functions
         try:
-            prompt = self.prompts.encode_chat(messages, shown)
+            prompt = self.prompts.encode_chat(messages, shown, {**self._hints(effort), **(variables or {})})
         except ParameterError as error:
             raise error.renamed({"prompt": field, "messages": field}) from None
         if tools.is_forced or (form is not None and tools.functions):
             self._check_schemas(tools, form)
             form = calling_form(tools, form)
         return self.choices(request, [prompt], field, form=form, with_logprobs=with_logprobs)
+
+    def _hints(self, effort: str | None) -> Json:
+        """The variables that ``reasoning_effort`` stands for, as far as the chat template reads them."""
+        hints: Json = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            hints |= {"enable_thinking": False}
+        tokenizer = self.prompts.tokenizer
+        read = frozenset[str]() if tokenizer is None else tokenizer.template_variables
+        return {name: value for name, value in hints.items() if name in read}
 
     def _check_schemas(self, tools: Tools, answer: Form | None) -> None:
         """Refuses functions, and an answer in their place, by the field of the schema, of which the grammar of both
@@ -216,9 +240,11 @@ class Planner:
         given = [len(piece) for piece in rest if isinstance(piece, list)]
         try:
             _check_sizes(asked, len(prompts) * (request.n or 1))
+            self.prompts.check_thinking(asked, is_conversation=request.is_conversation)
             for prompt in prompts:
                 if len(prompt) not in fitting:
-                    fitting[len(prompt)] = self._fit(asked, len(prompt), rest, rest_field)
+                    thinking = self.prompts.thinking(prompt) if request.is_conversation else None
+                    fitting[len(prompt)] = self._fit(asked, len(prompt), rest, rest_field, thinking)
                 params, gapped = fitting[len(prompt)]
                 for index in range(request.n or 1):
                     own, num_gaps = _with_own_seed(params, index), len(rest) - len(given)
@@ -234,12 +260,17 @@ class Planner:
         return choices
 
     def _fit(
-        self, asked: Mapping[str, Any], prompt_tokens: int, rest: Sequence[Piece], rest_field: str
+        self,
+        asked: Mapping[str, Any],
+        prompt_tokens: int,
+        rest: Sequence[Piece],
+        rest_field: str,
+        thinking: Thinking | None,
     ) -> tuple[DecodingParams, GappedText | None]:
         """The parameters for prompts of one length, and the text with gaps that follows them."""
         num_open = sum(isinstance(piece, Gap) and not piece.size(0) for piece in rest)
         num_known = sum(piece.size(0) if isinstance(piece, Gap) else len(piece) for piece in rest)
-        params = self.prompts.for_engine(self._params(asked, prompt_tokens + num_known, max(1, num_open)))
+        params = self.prompts.for_engine(self._params(asked, prompt_tokens + num_known, max(1, num_open)), thinking)
         if not rest:
             self.limits.check(prompt_tokens, params)
             return params, None

@@ -1,7 +1,8 @@
 """/v1/responses, OpenAI's Responses API: a response object, or the events of a stream that build it up.
 
 Nothing is kept between requests, and all input and output is text and calls of functions: fields that ask for more are
-refused. The output of a response is one message with one part, its text, and an item for each call.
+refused. The output of a response is what the model thought, one message with one part, its text, and an item for each
+call.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from lopa_ascend.serve.openai.answer import LopaStats
 from lopa_ascend.serve.openai.chat import Content, Message, joined
 from lopa_ascend.serve.openai.fields import CALL_ITEM, HARMLESS, REASONING_ITEM, ignoring
 from lopa_ascend.serve.openai.request import (
+    EFFORT,
     MAX_MESSAGES,
+    VARIABLES,
     GenerationRequest,
     Planner,
     tidy_tools,
@@ -41,14 +44,16 @@ from lopa_ascend.serve.openai.tools import (
     Tools,
     response_tools,
 )
-from lopa_ascend.types import GenerationOutput, Progress, Update
+from lopa_ascend.text.reasoning import num_reasoning_tokens
+from lopa_ascend.types import GenerationOutput, Progress, Thinking, Update
 
 EVENTS = (
     "With stream: true. Each event is named by its type and holds JSON with a sequence_number: response.created, "
     "response.in_progress, response.output_item.added, response.content_part.added, a response.output_text.delta for "
     "every piece of text, response.output_text.done, response.content_part.done, response.output_item.done, and last "
     "response.completed or response.incomplete with the whole response. A call has "
-    "response.function_call_arguments.delta and response.function_call_arguments.done in place of those of text. "
+    "response.function_call_arguments.delta and response.function_call_arguments.done in place of those of text, and "
+    "what the model thought has response.reasoning_text.delta and response.reasoning_text.done. "
     "If the request fails, an error event and response.failed come instead of what is left."
 )
 STATUS = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}
@@ -65,11 +70,17 @@ ITEM_INSTEAD = {
 """By type of an item: what to do instead."""
 
 
+class ReasoningPart(Body):
+    type: Literal["reasoning_text"]
+    text: str
+
+
 @ignoring(REASONING_ITEM)
 class ReasoningItem(Body):
-    """What a model thought before an earlier answer, which is left out: the template gets what was said."""
+    """What a model thought before an earlier answer, for chat templates that read ``reasoning_content``."""
 
     type: Literal["reasoning"]
+    content: Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
 
 
 @ignoring(CALL_ITEM)
@@ -140,10 +151,8 @@ class TextOptions(Body):
 
 
 class Reasoning(Body):
-    effort: str | None = Field(default=None, description=WITHOUT_EFFECT)
-    summary: str | None = Field(
-        default=None, description=f"{WITHOUT_EFFECT} There is no reasoning apart from the answer."
-    )
+    effort: str | None = Field(default=None, description=EFFORT)
+    summary: str | None = Field(default=None, description=f"{WITHOUT_EFFECT} Reasoning is shown whole.")
     generate_summary: str | None = Field(default=None, description=WITHOUT_EFFECT)
 
 
@@ -190,13 +199,14 @@ class ResponseRequest(GenerationRequest):
         "moderation": (),
         "background_options": (),
     }
+    is_conversation = True
 
     input: Annotated[str | Items, BeforeValidator(_check_input)] = Field(
         description="What the user says, or the messages of a conversation."
     )
     instructions: str | None = Field(None, description="A system message before the input.")
     include: Annotated[list[Include], Field(fail_fast=True)] | None = Field(
-        None, description="Without effect: there are neither hosted tools nor reasoning."
+        None, description="Without effect: there are no hosted tools, and reasoning is shown as text."
     )
     metadata: Annotated[dict[str, str] | None, AfterValidator(_check_metadata)] = Field(
         None, description="The answer repeats it."
@@ -212,21 +222,30 @@ class ResponseRequest(GenerationRequest):
     parallel_tool_calls: bool | None = Field(None, description=PARALLEL)
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description=VARIABLES)
 
     def as_template_input(self) -> list[Json]:
-        """The conversation as the chat template takes it: calls belong to the assistant's message before them."""
+        """The conversation as the chat template takes it: calls belong to the assistant's message before them, and
+        reasoning to the one after it."""
         messages: list[Json] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
+        reasoning: Json = {}
         for item in self.input:
+            if isinstance(item, ReasoningItem):
+                if item.content:
+                    reasoning = {"reasoning_content": "\n".join(part.text for part in item.content)}
+                continue
             if isinstance(item, CallItem):
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": ""})
+                if not messages or messages[-1]["role"] != "assistant" or reasoning:
+                    messages.append({"role": "assistant", "content": "", **reasoning})
                 messages[-1].setdefault("tool_calls", []).append(item.as_template_input())
-            elif not isinstance(item, ReasoningItem):
-                messages.append(item.as_template_input())
+            else:
+                message = item.as_template_input()
+                messages.append({**message, **(reasoning if message["role"] == "assistant" else {})})
+            reasoning = {}
         return messages
 
     @property
@@ -241,11 +260,19 @@ class ResponseRequest(GenerationRequest):
     def plan(self, planner: Planner) -> list[AskedChoice]:
         response_format = text_form(self.text.format if self.text else None)
         messages = self.as_template_input()
-        return planner.conversation(self, messages, "input", tools=self.callable, response_format=response_format)
+        return planner.conversation(
+            self,
+            messages,
+            "input",
+            tools=self.callable,
+            response_format=response_format,
+            variables=self.chat_template_kwargs,
+            effort=self.reasoning.effort if self.reasoning else None,
+        )
 
     def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> ResponseWriter:
         (choice,) = choices
-        return ResponseWriter(model, self, choice)
+        return ResponseWriter(model, self, choice, planner.prompts.thinking(choice.prompt_token_ids))
 
 
 # ---- the answer, as /openapi.json documents it -----------------------------------------------------------------------
@@ -266,6 +293,21 @@ class OutputMessage(BaseModel):
     content: list[OutputText]
 
 
+class ReasoningText(BaseModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(BaseModel):
+    """What a model that can think thought before it answered."""
+
+    id: str
+    type: Literal["reasoning"]
+    summary: list[Any] = Field(description="Always empty.")
+    content: list[ReasoningText]
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
 class OutputCall(BaseModel):
     id: str
     type: Literal["function_call"]
@@ -281,7 +323,7 @@ class InputTokensDetails(BaseModel):
 
 
 class OutputTokensDetails(BaseModel):
-    reasoning_tokens: int = Field(description="Always 0.")
+    reasoning_tokens: int = Field(description="Tokens of what the model thought, with their marks.")
 
 
 class ResponseUsage(BaseModel):
@@ -314,8 +356,9 @@ class ResponseObject(BaseModel):
     )
     incomplete_details: IncompleteDetails | None
     error: ResponseFailure | None = Field(description="Set in response.failed.")
-    output: list[OutputMessage | OutputCall] = Field(
-        description="One message, unless there are only calls; none in response.created."
+    output: list[OutputReasoning | OutputMessage | OutputCall] = Field(
+        description="What the model thought, if it did; then one message, unless there are only calls. None in "
+        "response.created."
     )
     usage: ResponseUsage | None = Field(description="Null while the response is in progress, and if it failed.")
     lopa: LopaStats | None = Field(description="Null where usage is.")
@@ -344,6 +387,12 @@ class ResponseObject(BaseModel):
 # ---- writing it ------------------------------------------------------------------------------------------------------
 
 
+def _reasoning_item(item: Json, status: str) -> Json:
+    """What the model thought, as the output has it."""
+    content = [{"type": "reasoning_text", "text": "".join(item["pieces"])}]
+    return {"id": item["id"], "type": "reasoning", "summary": [], "content": content, "status": status}
+
+
 def _text_part(text: str) -> Json:
     """The content of the message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -356,16 +405,21 @@ class ResponseWriter(Writer):
         model: name of the served model.
         request: what was asked.
         choice: how it is decoded.
+        thinking: how the model thinks before it answers; None: not at all.
     """
 
     end = b""
 
-    def __init__(self, model: str, request: ResponseRequest, choice: AskedChoice):
+    def __init__(self, model: str, request: ResponseRequest, choice: AskedChoice, thinking: Thinking | None = None):
         self._num_events = 0
         self.id = f"resp_{uuid.uuid4().hex}"
-        self._calls = Calls(request.callable)
+        self._thinking = thinking
+        self._calls = Calls(request.callable, thinking)
         self._items: list[Json] = []
-        """The output so far: the message once there is text, and a call each. The text comes in pieces."""
+        """The output so far: what the model thought, the message once there is text, and a call each. The text comes in
+        pieces."""
+        self._answers = False
+        """Events have closed what the model thought."""
         self._message: int | None = None
         """Which of these is the message."""
         self._last_call = 0
@@ -434,12 +488,28 @@ class ResponseWriter(Writer):
 
     def _advance(self, text: str, *, is_final: bool) -> list[Json]:
         """Takes what the model has written so far into the output, and returns the events about what is new."""
-        new, pieces = self._calls.push(text, is_final=is_final)
+        reasoning, new, pieces = self._calls.push(text, is_final=is_final)
+        events = self._think(reasoning) if reasoning else []
+        if self._items and self._calls.has_thought and not self._answers:
+            self._answers = True
+            events += self._close_item(0, _reasoning_item(self._items[0], "completed"))
         is_empty = is_final and not pieces and not self._items
-        events = self._say(new) if new or is_empty else []
+        events += self._say(new) if new or is_empty else []
         for piece in pieces:
             events += self._call(piece)
         return events
+
+    def _think(self, new: str) -> list[Json]:
+        """Adds to what the model thinks."""
+        events = []
+        if not self._items:
+            self._items.append({"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "pieces": []})
+            added = {**_reasoning_item(self._items[0], "in_progress"), "content": []}
+            events.append(self._of_item("response.output_item.added", 0, item=added))
+            part = {"type": "reasoning_text", "text": ""}
+            events.append(self._of_part("response.content_part.added", 0, part=part))
+        self._items[0]["pieces"].append(new)
+        return [*events, self._of_part("response.reasoning_text.delta", 0, delta=new)]
 
     def _say(self, new: str) -> list[Json]:
         """Adds text to the message, which begins with it unless there is one."""
@@ -479,7 +549,9 @@ class ResponseWriter(Writer):
         output = []
         for item in self._items:
             text = "".join(item["pieces"])
-            if item["type"] == "message":
+            if item["type"] == "reasoning":
+                output.append(_reasoning_item(item, "completed" if self._answers else own_status))
+            elif item["type"] == "message":
                 message = {name: item[name] for name in ("id", "type", "role")}
                 output.append({**message, "status": own_status, "content": [_text_part(text)]})
             else:
@@ -492,16 +564,22 @@ class ResponseWriter(Writer):
         """The closing events: of each item what it holds, and the item; at last the whole response."""
         events = []
         for index, item in enumerate(response["output"]):
-            if item["type"] == "message":
-                (part,) = item["content"]
-                events.append(self._of_part("response.output_text.done", index, text=part["text"], logprobs=[]))
-                events.append(self._of_part("response.content_part.done", index, part=part))
-            else:
-                values = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
-                events.append(self._of_item("response.function_call_arguments.done", index, **values))
-            events.append(self._of_item("response.output_item.done", index, item=item))
+            if item["type"] != "reasoning" or not self._answers:
+                events += self._close_item(index, item)
         last = "response.completed" if response["status"] == "completed" else "response.incomplete"
         return [*events, self._event(last, response=response)]
+
+    def _close_item(self, index: int, item: Json) -> list[Json]:
+        """The events that close an item of the output."""
+        if item["type"] == "function_call":
+            values = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
+            events = [self._of_item("response.function_call_arguments.done", index, **values)]
+        else:
+            (part,) = item["content"]
+            with_logprobs: Json = {"logprobs": []} if part["type"] == "output_text" else {}
+            events = [self._of_part(f"response.{part['type']}.done", index, text=part["text"], **with_logprobs)]
+            events.append(self._of_part("response.content_part.done", index, part=part))
+        return [*events, self._of_item("response.output_item.done", index, item=item)]
 
     def _of_part(self, kind: str, index: int, **values: Any) -> Json:
         """An event about the only part of the message."""
@@ -525,6 +603,7 @@ class ResponseWriter(Writer):
         """The response at its end."""
         status = STATUS[output.finish_reason]
         tokens = len(output.token_ids)
+        reasoning = 0 if self._thinking is None else num_reasoning_tokens(self._thinking, output)
         return {
             **self._unfinished(status, self._output(status)),
             "completed_at": int(time.time()) if status == "completed" else None,
@@ -533,7 +612,7 @@ class ResponseWriter(Writer):
                 "input_tokens": self._num_prompt,
                 "input_tokens_details": {"cached_tokens": output.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": reasoning},
                 "total_tokens": self._num_prompt + tokens,
             },
             "lopa": {"num_forwards": output.num_forwards, "tokens_per_forward": output.tokens_per_forward},

@@ -21,9 +21,10 @@ from lopa_ascend.config.files import shown
 from lopa_ascend.serve.http.body import Body, unsupported
 from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.openai.fields import CALL, CALL_ITEM, CALLED, INSTEAD, TOOL, ignoring
+from lopa_ascend.text.reasoning import ReasoningReader
 from lopa_ascend.text.schemas import closed, parts
 from lopa_ascend.text.tool_calls import ToolCallReader, arguments_of, call_grammar
-from lopa_ascend.types import GenerationOutput
+from lopa_ascend.types import GenerationOutput, Thinking
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -385,28 +386,37 @@ def new_call_id() -> str:
 
 
 class Calls:
-    """The calls of one answer, as chat completions have them.
+    """The calls of one answer, as chat completions have them, and what it says beside them.
 
     Args:
         tools: what the answer may call.
+        thinking: how the model thinks before it answers; None: that is not told apart.
     """
 
-    def __init__(self, tools: Tools):
+    def __init__(self, tools: Tools, thinking: Thinking | None = None):
+        self._reasoning = ReasoningReader(thinking)
         self._reader = tools.reader()
         self._ids: list[str] = []
         """Of the calls that have been sent."""
         self._num_sent = 0
         """Pieces of the arguments of the last of these that have been sent."""
 
-    def push(self, text: str, *, is_final: bool) -> tuple[str, list[Json]]:
-        """What is new: of the text beside calls, and of calls. A call's first piece has its name, and the others pieces
-        of its arguments.
+    @property
+    def has_thought(self) -> bool:
+        """Whether the model has thought, and answers now."""
+        return self._reasoning.has_thought and self._reasoning.begin is not None
+
+    def push(self, text: str, *, is_final: bool) -> tuple[str, str, list[Json]]:
+        """What is new: of the reasoning, of the text beside calls, and of calls. A call's first piece has its name, and
+        the others pieces of its arguments.
 
         Args:
             text: of the model, so far.
             is_final: nothing follows.
         """
-        new = self._reader.push(text, is_final=is_final)
+        reasoning = self._reasoning.push(text, is_final=is_final)
+        begin = len(text) if self._reasoning.begin is None else self._reasoning.begin
+        new = self._reader.push(text[begin:], is_final=is_final)
         pieces = []
         for index, call in enumerate(self._reader.calls[max(0, len(self._ids) - 1) :], max(0, len(self._ids) - 1)):
             if index == len(self._ids):
@@ -417,7 +427,7 @@ class Calls:
             if arguments := "".join(call.pieces[self._num_sent :]):
                 pieces.append({"index": index, "function": {"arguments": arguments}})
             self._num_sent = len(call.pieces)
-        return new, pieces
+        return reasoning, new, pieces
 
     def whole(self) -> list[Json]:
         """All calls so far."""
