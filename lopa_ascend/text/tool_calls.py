@@ -191,7 +191,8 @@ def _call_of(text: str) -> ToolCall | None:
     value = _object_of(text)
     if value is None or not isinstance(name := value.get("name"), str):
         return None
-    arguments = next((value[key] for key in ("arguments", "parameters") if value.get(key) is not None), {})
+    given = (value[key] for key in ("arguments", "parameters") if value.get(key) is not None)
+    arguments: Any = next(given, {})
     if isinstance(arguments, str):
         arguments = arguments_of(arguments)
     if not isinstance(arguments, dict):

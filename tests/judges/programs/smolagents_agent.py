@@ -40,6 +40,7 @@ def steps(**fields: Any) -> Any:
     )
     agent.prompt_templates["system_prompt"] = "Call tools."  # its own leaves the bundled model no room for steps
     agent.run(QUESTION, max_steps=NUM_STEPS)
+    print()  # after what it shows of a stream
     made = [step for step in agent.memory.steps if isinstance(step, ActionStep) and step.tool_calls]
     assert len(made) >= NUM_STEPS, [step.dict() for step in agent.memory.steps]
     calls = [call.dict()["function"] for step in made for call in step.tool_calls]
