@@ -17,7 +17,8 @@ import tokenizers
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from lopa_ascend.config import ParameterError
-from lopa_ascend.text.schemas import OPTIONS, check_schema, place_of
+from lopa_ascend.text.json_rules import with_json_rules
+from lopa_ascend.text.schemas import place_of
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import Grammar, GrammarError
 
@@ -27,6 +28,7 @@ LIMITS = LLParserLimits(
     max_grammar_size=10_000,  # 1,000 optional fields
     initial_lexer_fuel=200_000,
     max_lexer_states=50_000,
+    max_items_in_row=20_000,
     verbose_errors=False,
 )
 """So that compiling takes less than a second and 100 MB whatever the grammar is, and a mask some milliseconds."""
@@ -149,14 +151,10 @@ class Grammars:
             return GrammarMatcher(compiled.deep_copy(), self._vocabulary, ends)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        if grammar.kind == "json":
-            check_schema(json.loads(grammar.text))
         compiled = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=LIMITS)
         if compiled.is_error():
-            reason, place = _reason(compiled.get_error()), ""
-            if grammar.kind == "json" and "too " not in reason:  # what is too large as a whole has no place
-                place = place_of(json.loads(grammar.text), self._is_wrong)
-            raise ParameterError(_NAME, f"{grammar.kind}{place}: {reason}")
+            place = place_of(json.loads(grammar.text), self._is_wrong) if grammar.kind == "json" else ""
+            raise ParameterError(_NAME, f"{grammar.kind}{place}: {_reason(compiled.get_error())}")
         first = compiled.deep_copy()
         if len(first.compute_ff_tokens()) > MAX_FORCED:
             raise ParameterError(_NAME, f"{grammar.kind}: every text that keeps to it is too long, or has no end")
@@ -171,17 +169,13 @@ class Grammars:
 
 def _source(grammar: Grammar) -> str:
     """The grammar in a form of llguidance."""
-    if grammar.kind in ("json", "json_object"):
-        schema = grammar.text if grammar.kind == "json" else '{"type": "object"}'
-        schema = {"true": "{}", "false": '{"enum": []}'}.get(schema, schema)
-        # What the schema itself says under "x-guidance" must not make it mean less.
-        return LLMatcher.grammar_from_json_schema(schema, overrides=OPTIONS)
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "choice":
         texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
-    return LLMatcher.grammar_from_lark(grammar.text)
+    schema = {"json": grammar.text, "json_object": '{"type": "object"}'}.get(grammar.kind)
+    return LLMatcher.grammar_from_lark(with_json_rules(grammar.text if schema is None else f"start: %json {schema}"))
 
 
 def _reason(error: str) -> str:

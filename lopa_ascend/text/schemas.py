@@ -1,8 +1,9 @@
-"""What a JSON schema says before it is compiled: its parts with their places, and whether they have an end."""
+"""The parts of a JSON schema with their places, and a schema whose objects are closed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from lopa_ascend.config import ParameterError
@@ -15,8 +16,6 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 """Keywords with a list of schemas, or of these "items" with one."""
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
-OPTIONS: Any = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
-"""How llguidance takes every schema: JSON is compact, and what it cannot check is refused."""
 _KEYWORDS = (*_NAMED, *_LISTED, *_SINGLE)
 MAX_DEPTH = 100
 MAX_VALUES = 4096
@@ -78,79 +77,20 @@ def _closed(value: Any, keyword: str = "") -> Any:
     return inner if is_open else {**inner, "additionalProperties": False}
 
 
-def check_schema(schema: Schema) -> None:
-    """Refuses a schema some part of which only a text without end would keep to.
-
-    Raises:
-        ParameterError: with the place.
-    """
-    found = dict(parts(schema))
-    for place, part in found.items():
-        values = part.get("enum") if isinstance(part, dict) else None
-        if isinstance(values, list) and len(values) > MAX_VALUES:
-            message = f"json: has {len(values)} values in enum at {place}; at most {MAX_VALUES}"
-            raise ParameterError("structured_outputs", message)
-    ending: set[str] = set()
-    grows = True
-    while grows:
-        new = {place for place, part in found.items() if place not in ending and _ends(part, place, found, ending)}
-        ending |= new
-        grows = bool(new)
-    if endless := next((place for place in found if place not in ending), None):
-        raise ParameterError("structured_outputs", f"json: no text that keeps to it at {endless} has an end")
-
-
-def _ends(part: Schema, place: str, found: Mapping[str, Schema], ending: set[str]) -> bool:
-    """Whether a part has a text with an end, if the parts ``ending`` have one."""
-    if not isinstance(part, dict) or "enum" in part or "const" in part:
-        return True
-    target = part.get("$ref")
-    if target in found and target not in ending:
-        return False
-    for keyword, enough in (("allOf", all), ("anyOf", any), ("oneOf", any)):
-        choices = part.get(keyword)
-        if isinstance(choices, list) and choices:
-            if not enough(f"{place}/{keyword}/{index}" in ending for index in range(len(choices))):
-                return False
-    if part.get("type") == "object" and isinstance(part.get("required"), list):
-        names = [str(name).replace("~", "~0").replace("/", "~1") for name in part["required"]]
-        needed = [f"{place}/properties/{name}" for name in names]
-        return all(name in ending for name in needed if name in found)
-    if part.get("type") == "array" and isinstance(part.get("minItems"), int):
-        needed = [f"{place}/prefixItems/{index}" for index in range(part["minItems"])]
-        known = [name for name in needed if name in found]
-        if len(known) < part["minItems"]:
-            known.append(f"{place}/items")
-        return all(name in ending for name in known if name in found)
-    return True
-
-
 def place_of(schema: Schema, is_wrong: Callable[[Schema], bool], most: int = 1000) -> str:
     """The place of the first part that is wrong by itself, as " at #/..."; nothing if there is none.
 
     Args:
-        is_wrong: says so of a part, in which the parts below are ``true``.
+        is_wrong: says so of a schema with those keywords of a part that llguidance compiles.
         most: parts to look at.
     """
-    found = dict(parts(schema))
-    for place, part in list(found.items())[:most]:
-        if isinstance(part, dict) and is_wrong(_alone(part, found)):
-            return f" at {place}"
-    return ""
+    found = ((place, _alone(part)) for place, part in parts(schema) if isinstance(part, dict))
+    wrong = (place for place, alone in islice(found, most) if alone and is_wrong(alone))
+    return next((f" at {place}" for place in wrong), "")
 
 
-def _alone(part: dict[str, Any], found: Mapping[str, Schema]) -> Schema:
-    """A part, in which the parts below are ``true``, and without a reference to another one."""
-    alone: dict[str, Any] = {}
-    for keyword, value in part.items():
-        if keyword == "$ref" and value in found:
-            continue
-        if keyword in _NAMED and isinstance(value, dict):
-            alone[keyword] = dict.fromkeys(value, True)
-        elif keyword in _LISTED and isinstance(value, list):
-            alone[keyword] = [True] * len(value)
-        elif keyword in _SINGLE and isinstance(value, dict):
-            alone[keyword] = True
-        else:
-            alone[keyword] = value
-    return alone
+def _alone(part: dict[str, Any]) -> Schema:
+    """What a part says that llguidance compiles."""
+    alone = {keyword: part[keyword] for keyword in ("pattern", "format", "minLength", "maxLength") if keyword in part}
+    patterns = part.get("patternProperties")
+    return {**alone, "patternProperties": dict.fromkeys(patterns, True)} if isinstance(patterns, dict) else alone

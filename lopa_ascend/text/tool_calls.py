@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lopa_ascend.text.schemas import OPTIONS
 from lopa_ascend.text.stream import start_of_stop
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -40,15 +39,10 @@ def call_grammar(
         f"call: {_literal(HEAD)} ({' | '.join(f'function{i}' for i in names)}) {_literal(TAIL)}",
     ]
     for i, (name, schema) in enumerate(schemas.items()):
-        rules += [f"function{i}: {_literal(name + MIDDLE)} arguments{i}", f"arguments{i}: %json {_compact(schema)}"]
+        rules += [f"function{i}: {_literal(name + MIDDLE)} arguments{i}", f"arguments{i}: %json {json.dumps(schema)}"]
     if otherwise is not None:
-        rules.append(f"answer: %json {_compact(otherwise)}")
+        rules.append(f"answer: %json {json.dumps(otherwise)}")
     return "\n".join(rules)
-
-
-def _compact(schema: Mapping[str, Any]) -> str:
-    """A schema with the options that ``grammars`` compiles every schema with."""
-    return json.dumps({**schema, "x-guidance": OPTIONS})
 
 
 def _literal(text: str) -> str:

@@ -20,10 +20,7 @@ ENDLESS = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": 
 DEEP: Any = {}
 for _ in range(300):
     DEEP = {"items": DEEP}
-UNSUPPORTED = (
-    *("not", "if", "contains", "propertyNames", "uniqueItems", "dependentRequired", "dependentSchemas"),
-    *("unevaluatedProperties", "unevaluatedItems", "$dynamicRef"),
-)
+UNSUPPORTED = ("uniqueItems", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef")
 
 
 @cache
@@ -57,23 +54,19 @@ def test_unsupported_keywords_are_named_with_their_place(keyword: str):
 @pytest.mark.parametrize(
     ("form", "part"),
     [
-        ({"json": {"enum": list(range(10_000))}}, "10000 values in enum at #"),
+        ({"json": {"enum": list(range(10_000))}}, "json at #: enum: must be up to 4096 values"),
         ({"json": {"description": "x" * 2**20}}, "at most 131072 characters"),
         ({"json": json.dumps({"description": "x" * 2**20})}, "at most 131072 characters"),
         ({"json": "{"}, "json: is no JSON"),
-        ({"json": {"properties": {"x": {"type": "text"}}}}, "json at #/properties/x: Invalid type: text"),
-        ({"json": {"properties": {"x": {"$ref": "#/$defs/no"}}}}, "json at #/properties/x: Pointer '/$defs/no'"),
-        ({"json": {"$ref": "https://example.com/schema"}}, "json at #: Resource 'https://example.com/schema'"),
-        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "json at #: Unsatisfiable schema: minimum (5)"),
-        ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "json: Unsatisfiable schema: incompatible"),
-        ({"json": False}, "json: Unsatisfiable schema"),
-        ({"json": ENDLESS}, "no text that keeps to it at # has an end"),
-        (
-            {"json": {"anyOf": [{"type": "null"}, {"type": "array", "minItems": 1, "items": {"$ref": "#/anyOf/1"}}]}},
-            "/1",
-        ),
+        ({"json": {"properties": {"x": {"type": "text"}}}}, "json at #/properties/x: type: must be one of null"),
+        ({"json": {"properties": {"x": {"$ref": "#/$defs/no"}}}}, "json at #/properties/x: $ref: '#/$defs/no' points"),
+        ({"json": {"$ref": "https://example.com/schema"}}, "json at #: $ref: 'https://example.com/schema' is not"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "json at #: no value keeps to it"),
+        ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "json at #: no value keeps to it"),
+        ({"json": False}, "json: no value keeps to it"),
+        ({"json": ENDLESS}, "json at #: no value keeps to it"),
         ({"json": DEEP}, "json: has more than 100 levels at #/items/items"),
-        ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, 'json at #: Unimplemented keys: ["not"]'),
+        ({"json": {"x-guidance": {"lenient": True}, "uniqueItems": True}}, "json at #: uniqueItems is not"),
         ({"regex": "a("}, "unclosed group"),
         ({"regex": r"(a)\1"}, "backreferences are not supported"),
         ({"regex": r"[^\s\S]"}, "regex: no text keeps to it"),
