@@ -185,8 +185,7 @@ def _call_of(text: str) -> ToolCall | None:
     value = _object_of(text)
     if value is None or not isinstance(name := value.get("name"), str):
         return None
-    given = (value[key] for key in ("arguments", "parameters") if value.get(key) is not None)
-    arguments: Any = next(given, {})
+    arguments: Any = next((value[key] for key in ("arguments", "parameters") if value.get(key) is not None), {})
     if isinstance(arguments, str):
         arguments = arguments_of(arguments)
     if not isinstance(arguments, dict):

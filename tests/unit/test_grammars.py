@@ -137,9 +137,6 @@ def test_a_matcher_goes_back_and_is_independent_of_others():
     "options",
     [
         {"ignore_eos": True},
-        {"min_new_tokens": 3},
-        {"stop": "x"},
-        {"bad_words": ["x"]},
         {"finish_at_eos": False},
         {"decoding": "vanilla"},
         {"decoding": "fast_dllm_v2", "sub_block_cache": True},
