@@ -7,15 +7,18 @@ not know when to stop could go on with it.
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from threading import Lock
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from lopa_ascend.config import ParameterError
-from lopa_ascend.text.schemas import OPTIONS, check_schema, place_of
+from lopa_ascend.text.schemas import OPTIONS, check_schema, parts_alone
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import Grammar, GrammarError
 
@@ -27,12 +30,17 @@ LIMITS = LLParserLimits(
     max_lexer_states=50_000,
     verbose_errors=False,
 )
-"""So that compiling takes less than a second and 100 MB whatever the grammar is, and a mask some milliseconds."""
+"""Of the guard and of the engine, so that what the one lets pass the other compiles. A mask takes some milliseconds."""
 MAX_FORCED = 2**14
 """Most tokens that a grammar may force at the beginning. A longer text has no end, or fits into no answer."""
-MAX_CACHED = 64
-"""Compiled grammars that are kept."""
-_NAME = "structured_outputs"
+MAX_CACHED = 2**28
+"""Bytes of the compiled grammars that are kept, if there is more than one."""
+MAX_WORKERS = 4
+"""Most grammars that a process compiles at the same time."""
+STACK = 2**22
+"""Bytes of stack that compiling may take."""
+THREAD_STACK = 2**24
+"""Bytes of stack of the engine's threads that compile."""
 
 
 class GrammarMatcher:
@@ -77,58 +85,145 @@ class GrammarMatcher:
         return value
 
 
+class CompiledGrammar:
+    """The grammar of a request, which may still be being compiled. Threads may share it."""
+
+    def __init__(self, future: Future[LLMatcher], hidden: int):
+        self._future, self._hidden = future, hidden
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is compiled."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until it is compiled, or for ``timeout`` seconds."""
+        wait([self._future], timeout)
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot be used; waits until it is compiled."""
+        if (failure := self._future.exception()) is not None:
+            return f"the grammar cannot be compiled: {failure}"
+        compiled = self._future.result()
+        return _reason(compiled.get_error()) if compiled.is_error() else None
+
+    def matcher(self) -> GrammarMatcher:
+        """A matcher at the beginning of a text; waits until it is compiled.
+
+        Raises:
+            GrammarError: it has an error.
+        """
+        if self.error is not None:
+            raise GrammarError(self.error)
+        return GrammarMatcher(self._future.result().deep_copy(), self._hidden)
+
+
 class Grammars:
-    """Compiles grammars for one tokenizer, and keeps the last ones. Threads may share it.
+    """Compiles grammars that a guard has let pass, in threads, and keeps the last ones. Threads may share it.
 
     Args:
         tokenizer: the model's.
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        special = tokenizer.special_ids
-        self._tokenizer = LLTokenizer(
-            tokenizer.to_json(), n_vocab=tokenizer.num_token_ids, eos_token=special[:1] or None
-        )
-        self._hidden = sum(1 << token for token in special)
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._lock = Lock()
+        self._tokenizer = LLTokenizer(**vocabulary(tokenizer))
+        self._hidden = sum(1 << token for token in tokenizer.special_ids)
+        self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._workers = ThreadPoolExecutor(num_workers(), "grammars")
 
-    def matcher(self, grammar: Grammar) -> GrammarMatcher:
-        """A matcher at the beginning of a text.
-
-        Raises:
-            ParameterError: the grammar has an error, what it uses is not supported, it is too large, or no text that
-                ends keeps to it.
-        """
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Begins to compile a grammar, unless it is among the last ones."""
         with self._lock:
             compiled = self._compiled.pop(grammar, None)
-        if compiled is None:
-            compiled = self._compile(grammar)
-        with self._lock:
+            if compiled is None:
+                with large_stack():
+                    future = self._workers.submit(compiled_matcher, self._tokenizer, grammar)
+                compiled = CompiledGrammar(future, self._hidden)
             self._compiled[grammar] = compiled
-            if len(self._compiled) > MAX_CACHED:
-                self._compiled.popitem(last=False)
-            return GrammarMatcher(compiled.deep_copy(), self._hidden)
-
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        if grammar.kind == "json":
-            check_schema(json.loads(grammar.text))
-        compiled = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=LIMITS)
-        if compiled.is_error():
-            reason, place = _reason(compiled.get_error()), ""
-            if grammar.kind == "json" and "too " not in reason:  # what is too large as a whole has no place
-                place = place_of(json.loads(grammar.text), self._is_wrong)
-            raise ParameterError(_NAME, f"{grammar.kind}{place}: {reason}")
-        first = compiled.deep_copy()
-        if len(first.compute_ff_tokens()) > MAX_FORCED:
-            raise ParameterError(_NAME, f"{grammar.kind}: every text that keeps to it is too long, or has no end")
-        if not (any(first.compute_bitmask()) or first.is_accepting()) or first.is_error():
-            raise ParameterError(_NAME, f"{grammar.kind}: no text keeps to it")
+            size = sum(map(_size, self._compiled))
+            while size > MAX_CACHED and len(self._compiled) > 1:
+                oldest, _ = self._compiled.popitem(last=False)
+                size -= _size(oldest)
         return compiled
 
-    def _is_wrong(self, schema: Any) -> bool:
-        source = _source(Grammar("json", json.dumps(schema)))
-        return LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS).is_error()
+    def matcher(self, grammar: Grammar) -> GrammarMatcher:
+        """A matcher at the beginning of a text, once the grammar is compiled; raises as ``CompiledGrammar.matcher``."""
+        return self.compile(grammar).matcher()
+
+
+def _size(grammar: Grammar) -> int:
+    """The bytes that a compiled grammar is taken to have."""
+    return max(grammar.compiled_bytes, 64 * len(grammar.text))
+
+
+def num_workers() -> int:
+    """Grammars that are compiled at the same time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MAX_WORKERS, cores // 2))
+
+
+@contextmanager
+def large_stack() -> Iterator[None]:
+    """Threads that begin here get the stack that compiling needs."""
+    before = threading.stack_size(THREAD_STACK)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+# ---- what the guard's process runs, too ------------------------------------------------------------------------------
+
+
+def vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The arguments of ``LLTokenizer``, in a form that can be written as JSON."""
+    special = tokenizer.special_ids
+    return {
+        "tokenizer": tokenizer.to_json(),
+        "n_vocab": tokenizer.num_token_ids,
+        "eos_token": special[:1] or None,
+    }
+
+
+def compiled_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """A matcher at the beginning of a text; it may be one with an error."""
+    return LLMatcher(tokenizer, _source(grammar), log_level=0, limits=LIMITS)
+
+
+def faults(tokenizer: LLTokenizer, grammar: Grammar) -> Iterator[str]:
+    """Why a grammar cannot be used; each message says more than the one before. There is none if it can be used."""
+    schema = json.loads(grammar.text) if grammar.kind == "json" else True
+    try:
+        check_schema(schema)
+    except ParameterError as error:
+        yield error.message
+        return
+    compiled = compiled_matcher(tokenizer, grammar)
+    if compiled.is_error():
+        reason = _reason(compiled.get_error())
+        yield f"{grammar.kind}: {reason}"
+        if grammar.kind == "json" and "too " not in reason:  # what is too large as a whole has no place
+            places = (place for place, part in parts_alone(schema) if _is_wrong(tokenizer, part))
+            if (place := next(places, None)) is not None:
+                yield f"json at {place}: {reason}"
+    elif len(compiled.compute_ff_tokens()) > MAX_FORCED:
+        yield f"{grammar.kind}: every text that keeps to it is too long, or has no end"
+    elif not (any(compiled.compute_bitmask()) or compiled.is_accepting()) or compiled.is_error():
+        yield f"{grammar.kind}: no text keeps to it"
+
+
+def suspects(tokenizer: LLTokenizer, grammar: Grammar) -> Iterator[str]:
+    """The places of a schema's parts, each before it is compiled by itself; of other grammars, and at the end, none."""
+    for place, part in parts_alone(json.loads(grammar.text)) if grammar.kind == "json" else ():
+        yield f" at {place}"
+        _is_wrong(tokenizer, part)
+    yield ""
+
+
+def _is_wrong(tokenizer: LLTokenizer, schema: Any) -> bool:
+    return bool(compiled_matcher(tokenizer, Grammar("json", json.dumps(schema))).is_error())
 
 
 def _source(grammar: Grammar) -> str:

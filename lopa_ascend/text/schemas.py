@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lopa_ascend.config import ParameterError
@@ -125,18 +125,13 @@ def _ends(part: Schema, place: str, found: Mapping[str, Schema], ending: set[str
     return True
 
 
-def place_of(schema: Schema, is_wrong: Callable[[Schema], bool], most: int = 1000) -> str:
-    """The place of the first part that is wrong by itself, as " at #/..."; nothing if there is none.
-
-    Args:
-        is_wrong: says so of a part, in which the parts below are ``true``.
-        most: parts to look at.
-    """
+def parts_alone(schema: Schema, most: int = 1000) -> Iterator[tuple[str, Schema]]:
+    """The first parts of a schema, each with its place. In a part those below are ``true``, and it has no reference to
+    another one."""
     found = dict(parts(schema))
     for place, part in list(found.items())[:most]:
-        if isinstance(part, dict) and is_wrong(_alone(part, found)):
-            return f" at {place}"
-    return ""
+        if isinstance(part, dict):
+            yield place, _alone(part, found)
 
 
 def _alone(part: dict[str, Any], found: Mapping[str, Schema]) -> Schema:

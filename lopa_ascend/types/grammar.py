@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +13,8 @@ class Grammar:
     """"json" (text: a JSON schema), "json_object" (text: empty), "regex", "choice" (text: a JSON list of strings), or
     "grammar" (text: in Lark's syntax)."""
     text: str
+    compiled_bytes: int = field(default=0, compare=False)
+    """Memory that compiling it takes, as the guard has measured."""
 
     def __str__(self) -> str:
         return self.kind
