@@ -24,13 +24,10 @@ from lopa_ascend.types import Grammar, GrammarError
 
 T = TypeVar("T")
 
-LIMITS = LLParserLimits(
-    max_grammar_size=10_000,  # 1,000 optional fields
-    initial_lexer_fuel=200_000,
-    max_lexer_states=50_000,
-    verbose_errors=False,
-)
-"""Of the guard and of the engine, so that what the one lets pass the other compiles. A mask takes some milliseconds."""
+MAX_ITEMS = {"json": 5000, "json_object": 5000}
+"""Ways in which a beginning may be read, by kind of grammar: four for each of 1,000 optional fields. What is no schema
+can be ambiguous everywhere, and a token then takes time that grows with the square."""
+MAX_ITEMS_OF_OTHERS = 700
 MAX_FORCED = 2**14
 """Most tokens that a grammar may force at the beginning. A longer text has no end, or fits into no answer."""
 MAX_CACHED = 2**28
@@ -189,7 +186,19 @@ def vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def compiled_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """A matcher at the beginning of a text; it may be one with an error."""
-    return LLMatcher(tokenizer, _source(grammar), log_level=0, limits=LIMITS)
+    return LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_limits(grammar.kind))
+
+
+def _limits(kind: str) -> LLParserLimits:
+    """Of the guard and of the engine, so that the one compiles what the other lets pass; a token takes at most some ten
+    milliseconds."""
+    return LLParserLimits(
+        max_grammar_size=10_000,  # 1,000 optional fields
+        max_items_in_row=MAX_ITEMS.get(kind, MAX_ITEMS_OF_OTHERS),
+        initial_lexer_fuel=200_000,
+        max_lexer_states=50_000,
+        verbose_errors=False,
+    )
 
 
 def faults(tokenizer: LLTokenizer, grammar: Grammar) -> Iterator[str]:
@@ -201,6 +210,8 @@ def faults(tokenizer: LLTokenizer, grammar: Grammar) -> Iterator[str]:
         yield error.message
         return
     compiled = compiled_matcher(tokenizer, grammar)
+    num_forced = len(compiled.compute_ff_tokens())
+    goes_on = any(compiled.compute_bitmask()) or compiled.is_accepting()
     if compiled.is_error():
         reason = _reason(compiled.get_error())
         yield f"{grammar.kind}: {reason}"
@@ -208,9 +219,9 @@ def faults(tokenizer: LLTokenizer, grammar: Grammar) -> Iterator[str]:
             places = (place for place, part in parts_alone(schema) if _is_wrong(tokenizer, part))
             if (place := next(places, None)) is not None:
                 yield f"json at {place}: {reason}"
-    elif len(compiled.compute_ff_tokens()) > MAX_FORCED:
+    elif num_forced > MAX_FORCED:
         yield f"{grammar.kind}: every text that keeps to it is too long, or has no end"
-    elif not (any(compiled.compute_bitmask()) or compiled.is_accepting()) or compiled.is_error():
+    elif not goes_on:
         yield f"{grammar.kind}: no text keeps to it"
 
 
@@ -244,4 +255,6 @@ def _source(grammar: Grammar) -> str:
 def _reason(error: str) -> str:
     """What a message of llguidance says, on one line."""
     text = " ".join(error.partition("\n<")[0].split())
+    if text.startswith("NoExtension"):
+        return "no text keeps to it"
     return "it is too large" if text.startswith("panic") else text[:500]
