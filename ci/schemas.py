@@ -2,8 +2,8 @@
 
     python -m ci.schemas FILE
 
-Each line is one, {"name": ..., "schema": ..., "tests": [{"valid": ..., "data": ...}]}; xz may compress the file. A set is the part of a name before "---" or "_". Instances are compact, and their
-properties in the order of the schema.
+Each line is one, {"name": ..., "schema": ..., "tests": [{"valid": ..., "data": ...}]}; xz may compress the file. A set
+is the part of a name before "---" or "_". Instances are compact, with their properties in the schema's order.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import jsonschema  # type: ignore[import-untyped]
 from lopa_ascend.config import ParameterError
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.text.grammars import Grammars
+from lopa_ascend.text.guard import Guard
 from lopa_ascend.text.tokenizer_files import load_vocabulary
 from lopa_ascend.types import Grammar, GrammarError
 
@@ -57,7 +58,7 @@ def check(schema: Any, tests: Iterable[dict[str, Any]], count: Counter[str]) -> 
     count["schemas"] += 1
     grammar = Grammar("json", json.dumps(schema))
     try:
-        GRAMMARS.matcher(grammar)
+        GUARD.check(grammar)
     except ParameterError as error:
         yield str(error)
         return
@@ -135,7 +136,7 @@ def _of_item(schema: dict[str, Any], index: int) -> list[Any]:
 
 
 TOKENIZER: Any = load_vocabulary(DEMO_MODEL, 2**18)
-GRAMMARS = Grammars(TOKENIZER)
+GRAMMARS, GUARD = Grammars(TOKENIZER), Guard(TOKENIZER)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,6 +12,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, worst_case
+from lopa_ascend.text.grammars import CompiledGrammar
 from lopa_ascend.types import DREAM, GappedText, ModelProperties, PageCopy, Scoring, SequencePlan, StepRecord
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Request:
     """See ``Generate``."""
     gapped: GappedText | None = None
     """See ``Generate``."""
+    grammar: CompiledGrammar | None = None
+    """That of ``params.structured_outputs``."""
 
     @property
     def origin(self) -> int:

@@ -24,6 +24,12 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     """The canvas, which ``max_new_tokens`` is the length of; None: masks alone."""
 
 
+class Admit(msgspec.Struct, tag=True, frozen=True):
+    """Let a request run whose grammar rank 0 has compiled. Rank 0 alone sends this."""
+
+    request_id: str
+
+
 class Abort(msgspec.Struct, tag=True, frozen=True):
     """End a request before the next step. The engine ignores ids that it does not know: the request may have finished
     in the meantime."""
@@ -56,5 +62,5 @@ class ProfileError(ValueError):
     """A profile cannot begin, or there is none to end."""
 
 
-Command = Generate | Abort | StartProfile | StopProfile
+Command = Generate | Admit | Abort | StartProfile | StopProfile
 """Everything that a running engine can be asked."""

@@ -28,7 +28,7 @@ from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.decode.constraint import Constraint, Matcher
 from lopa_ascend.decode.masked import begin_masked
 from lopa_ascend.decode.thinking import ThinkingMatcher
-from lopa_ascend.engine.commands import Abort, Generate, StartProfile, StopProfile
+from lopa_ascend.engine.commands import Abort, Admit, Generate, StartProfile, StopProfile
 from lopa_ascend.engine.leader import Leader, Order, end_processes
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
 from lopa_ascend.engine.profile import Profiles, Traces
@@ -60,6 +60,8 @@ NO_MEMORY = "there was no memory for a step; requests with fewer branches or tok
 """The error of the requests in such a step."""
 BROKEN_OFF = "a step broke off, so the state of its requests is not known; start a new engine"
 """Why an engine ends after an error in a step, or an exception that a signal handler raised there."""
+COMPILE_WAIT = 0.02
+"""Most seconds that an idle engine waits in a step for the grammar of a request."""
 AGREEMENT_INTERVAL = 64
 """Steps between two comparisons of what the ranks have decided."""
 
@@ -107,12 +109,16 @@ class Engine:
         # Not a method: the scheduler must not refer to the engine, so that an engine that is not used any more frees
         # its pages at once.
         self._grammars = None if prepared.tokenizer is None else Grammars(prepared.tokenizer)
-        start = partial(start_sequence, self.runner, self.model_config, prepared.num_token_ids, self._grammars)
+        self._compiling: dict[str, Request] = {}
+        """By request id: those whose grammars are being compiled, in the order of their arrival."""
+        start = partial(start_sequence, self.runner, self.model_config, prepared.num_token_ids)
         self.scheduler = Scheduler(self.limits, pool.allocator, start, prefix_cache)
         self._step_seconds = 0.0
         self._failure: str | None = None
         """Why this rank cannot go on."""
         self._leader: Leader | None = None
+        self.follows = False
+        """Whether rank 0 says when a request with a grammar may run."""
         self._digests = {"who takes part": 0, "the page tables": 0, "what was decided": 0}
         """Of all that was planned and decided since the start; equal on all ranks."""
         # Without the settings that may differ between machines.
@@ -236,25 +242,36 @@ class Engine:
         gapped: GappedText | None,
     ) -> None:
         self._check()
-        if request_id in self.scheduler.running or request_id in self.scheduler.waiting:
+        if any(request_id in known for known in (self.scheduler.running, self.scheduler.waiting, self._compiling)):
             raise ValueError(f"request id {request_id!r} is in use")
         self.limits.check(len(prompt), params)
         if continuations:
             self.limits.check_continuations(len(prompt), params, continuations)
         if gapped is not None:
             self.limits.check_gaps(params, gapped)
+        grammar = None
         if params.structured_outputs is not None:
             if self._grammars is None:
                 raise ParameterError("structured_outputs", f"needs a tokenizer, and {self.model_name} has none")
-            self._grammars.matcher(params.structured_outputs)  # compiles it
+            grammar = self._grammars.compile(params.structured_outputs)
         if self.runner.graphs is not None:
             params = self.runner.graphs.with_fixed_branches(params, params.eos_ids_or(self.model_config.eos_token_ids))
         if params.is_random and params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
         properties = self.runner.model.properties
-        self.scheduler.add(Request(request_id, tuple(prompt), params, trace, properties, continuations, gapped))
+        request = Request(request_id, tuple(prompt), params, trace, properties, continuations, gapped, grammar)
+        if grammar is None:
+            self.scheduler.add(request)
+        else:
+            self._compiling[request_id] = request
         if self._leader is not None:
             self._leader.outbox.append(Generate(request_id, list(prompt), params, trace, continuations, gapped))
+
+    def admit(self, request_id: str) -> None:
+        """Lets a request run whose grammar was being compiled."""
+        self.scheduler.add(self._compiling.pop(request_id))
+        if self._leader is not None:
+            self._leader.outbox.append(Admit(request_id))
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now and frees its pages; it gets no further update. False if there is no such request."""
@@ -262,14 +279,14 @@ class Engine:
             sequence = self.scheduler.running.get(request_id)
             if sequence is not None:
                 self.runner.release(sequence)
-            found = self.scheduler.remove(request_id)
+            found = self._compiling.pop(request_id, None) is not None or self.scheduler.remove(request_id)
             if found and self._leader is not None:
                 self._leader.outbox.append(Abort(request_id))
         return found
 
     def has_work(self) -> bool:
         """Whether requests run or wait."""
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.running or self.scheduler.waiting or self._compiling)
 
     def step(self) -> list[Update]:
         """Admits what may run, makes one forward pass, and says what it did to every request that took part.
@@ -280,17 +297,40 @@ class Engine:
         """
         with self._call():
             self._check()
+            updates = self._take_up()
             self._failure = BROKEN_OFF  # stands until the step is complete
             try:
                 if self._leader is not None:
                     self._leader.send(Order.STEP)
-                updates = self._make_step()
+                updates += self._make_step()
             except RankError as error:
                 self._failure = str(error)
                 raise
             self._failure = None
             self._profiles.step()
         return updates
+
+    def _take_up(self) -> list[Update]:
+        """Lets requests run whose grammars are compiled, and ends those whose grammars cannot be."""
+        ended: list[Update] = []
+        if self.follows:
+            return ended
+        is_idle = not (self.scheduler.running or self.scheduler.waiting)
+        for request_id, request in list(self._compiling.items()):
+            assert request.grammar is not None
+            if self.mesh.size > 1 and self._leader is None:
+                request.grammar.wait()  # so that the ranks, which make the same calls, admit it in the same step
+            elif is_idle:
+                request.grammar.wait(COMPILE_WAIT)
+            if not request.grammar.is_done:
+                continue
+            is_idle = False
+            if (error := request.grammar.error) is None:
+                self.admit(request_id)
+            else:
+                self.abort(request_id)
+                ended.append(Update.without_step(request_id, "error", error))
+        return ended
 
     def _make_step(self) -> list[Update]:
         step = self.scheduler.plan()
@@ -409,7 +449,7 @@ class Engine:
         cached = allocator.num_evictable
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(self._compiling),
             pages_in_use=allocator.num_pages - allocator.num_free - cached,
             pages_cached=cached,
             num_pages=allocator.num_pages,
@@ -507,7 +547,6 @@ def start_sequence(
     runner: Runner,
     model: ModelConfig,
     num_token_ids: int,
-    grammars: Grammars | None,
     request: Request,
     page_tables: PageTables,
     entry: PrefixEntry | None,
@@ -516,17 +555,16 @@ def start_sequence(
 
     Args:
         num_token_ids: token ids from this one on do not exist in the tokenizer.
-        grammars: None without a tokenizer.
     """
     eos = request.params.eos_ids_or(model.eos_token_ids)
     num_cached = 0 if entry is None else entry.num_positions
     words, properties = banned_ids(request.params), request.properties
     assert len(words) == len(request.params.bad_words), "the engine knows no text"
     constraint = None
-    if request.params.structured_outputs is not None:
-        assert grammars is not None, "the engine refuses such requests"
+    if request.grammar is not None:
+        assert request.params.structured_outputs is not None
         ends = [token for token in (*eos, *request.params.stop_token_ids) if token < num_token_ids]
-        matcher: Matcher = grammars.matcher(request.params.structured_outputs, ends)
+        matcher: Matcher = request.grammar.matcher(ends)
         if (thinking := request.params.structured_outputs.thinking) is not None:
             matcher = ThinkingMatcher(matcher, thinking, num_token_ids)
         constraint = Constraint(matcher, ends)

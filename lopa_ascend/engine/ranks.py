@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.engine.commands import Abort, Command, Generate, StartProfile, StopProfile
+from lopa_ascend.engine.commands import Abort, Admit, Command, Generate, StartProfile, StopProfile
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.engine.leader import Order, end_processes, receive_message
 from lopa_ascend.parallel.collectives import RankError
@@ -31,6 +31,7 @@ def follow(engine: Engine) -> None:
     Raises:
         RankError: the ranks cannot go on.
     """
+    engine.follows = True
     while True:
         kind, commands = receive_message(engine.mesh.world)
         for command in commands:
@@ -52,6 +53,8 @@ def _obey(engine: Engine, command: Command) -> None:
                 continuations=command.continuations,
                 gapped=command.gapped,
             )
+        case Admit():
+            engine.admit(command.request_id)
         case Abort():
             engine.abort(command.request_id)
         case StartProfile():

@@ -7,10 +7,13 @@ not know when to stop could go on with it.
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from itertools import chain, takewhile
-from threading import Lock
 from typing import Any, TypeVar
 
 import tokenizers
@@ -18,25 +21,26 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.text.json_rules import with_json_rules
-from lopa_ascend.text.schemas import place_of
+from lopa_ascend.text.schemas import parts_alone
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import Grammar, GrammarError
 
 T = TypeVar("T")
 
-LIMITS = LLParserLimits(
-    max_grammar_size=10_000,  # 1,000 optional fields
-    initial_lexer_fuel=200_000,
-    max_lexer_states=50_000,
-    max_items_in_row=20_000,
-    verbose_errors=False,
-)
-"""So that compiling takes less than a second and 100 MB whatever the grammar is, and a mask some milliseconds."""
+MAX_ITEMS = {"json": 5000, "json_object": 5000}
+"""Ways in which a beginning may be read, by kind of grammar: four for each of 1,000 optional fields. What is no schema
+can be ambiguous everywhere, and a token then takes time that grows with the square."""
+MAX_ITEMS_OF_OTHERS = 700
 MAX_FORCED = 2**14
 """Most tokens that a grammar may force at the beginning. A longer text has no end, or fits into no answer."""
-MAX_CACHED = 64
-"""Compiled grammars that are kept."""
-_NAME = "structured_outputs"
+MAX_CACHED = 2**28
+"""Bytes of the compiled grammars that are kept, if there is more than one."""
+MAX_WORKERS = 4
+"""Most grammars that a process compiles at the same time."""
+STACK = 2**22
+"""Bytes of stack that compiling may take."""
+THREAD_STACK = 2**24
+"""Bytes of stack of the engine's threads that compile."""
 
 
 class Vocabulary:
@@ -49,6 +53,7 @@ class Vocabulary:
     Attributes:
         tokens: the bytes of each token. The last one, which the model does not have, is what llguidance calls EOS.
         hidden: set of the tokens that no text has.
+        compiled: what llguidance makes of it.
     """
 
     bos_token_id = None
@@ -63,6 +68,7 @@ class Vocabulary:
         self._backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
         self._backend.encode_special_tokens = True
         self._backend.normalizer = None  # tokens that write other bytes would not fit
+        self.compiled = LLTokenizer(TokenizerWrapper(self))
 
     def __call__(self, text: bytes) -> list[int]:
         """The tokens of a text, whose bytes are its own, not one more or less."""
@@ -117,8 +123,45 @@ class GrammarMatcher:
         return value
 
 
+class CompiledGrammar:
+    """The grammar of a request, which may still be being compiled. Threads may share it."""
+
+    def __init__(self, future: Future[LLMatcher], vocabulary: Vocabulary):
+        self._future, self._vocabulary = future, vocabulary
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is compiled."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until it is compiled, or for ``timeout`` seconds."""
+        wait([self._future], timeout)
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot be used; waits until it is compiled."""
+        if (failure := self._future.exception()) is not None:
+            return f"the grammar cannot be compiled: {failure}"
+        compiled = self._future.result()
+        return _reason(compiled.get_error()) if compiled.is_error() else None
+
+    def matcher(self, ends: Sequence[int] = ()) -> GrammarMatcher:
+        """A matcher at the beginning of a text; waits until it is compiled.
+
+        Args:
+            ends: token ids that end the answer.
+
+        Raises:
+            GrammarError: it has an error.
+        """
+        if self.error is not None:
+            raise GrammarError(self.error)
+        return GrammarMatcher(self._future.result().deep_copy(), self._vocabulary, ends)
+
+
 class Grammars:
-    """Compiles grammars for one tokenizer, and keeps the last ones. Threads may share it.
+    """Compiles grammars that a guard has let pass, in threads, and keeps the last ones. Threads may share it.
 
     Args:
         tokenizer: the model's.
@@ -126,45 +169,107 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer):
         self._vocabulary = Vocabulary(tokenizer)
-        self._tokenizer = LLTokenizer(TokenizerWrapper(self._vocabulary))
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._lock = Lock()
+        self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._workers = ThreadPoolExecutor(num_workers(), "grammars")
 
-    def matcher(self, grammar: Grammar, ends: Sequence[int] = ()) -> GrammarMatcher:
-        """A matcher at the beginning of a text.
-
-        Args:
-            ends: token ids that end the answer.
-
-        Raises:
-            ParameterError: the grammar has an error, what it uses is not supported, it is too large, or no text that
-                ends keeps to it.
-        """
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Begins to compile a grammar, unless it is among the last ones."""
         with self._lock:
             compiled = self._compiled.pop(grammar, None)
-        if compiled is None:
-            compiled = self._compile(grammar)
-        with self._lock:
+            if compiled is None:
+                with large_stack():
+                    future = self._workers.submit(compiled_matcher, self._vocabulary, grammar)
+                compiled = CompiledGrammar(future, self._vocabulary)
             self._compiled[grammar] = compiled
-            if len(self._compiled) > MAX_CACHED:
-                self._compiled.popitem(last=False)
-            return GrammarMatcher(compiled.deep_copy(), self._vocabulary, ends)
-
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        compiled = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=LIMITS)
-        if compiled.is_error():
-            place = place_of(json.loads(grammar.text), self._is_wrong) if grammar.kind == "json" else ""
-            raise ParameterError(_NAME, f"{grammar.kind}{place}: {_reason(compiled.get_error())}")
-        first = compiled.deep_copy()
-        if len(first.compute_ff_tokens()) > MAX_FORCED:
-            raise ParameterError(_NAME, f"{grammar.kind}: every text that keeps to it is too long, or has no end")
-        if not (any(first.compute_bitmask()) or first.is_accepting()) or first.is_error():
-            raise ParameterError(_NAME, f"{grammar.kind}: no text keeps to it")
+            size = sum(map(_size, self._compiled))
+            while size > MAX_CACHED and len(self._compiled) > 1:
+                oldest, _ = self._compiled.popitem(last=False)
+                size -= _size(oldest)
         return compiled
 
-    def _is_wrong(self, schema: Any) -> bool:
-        source = _source(Grammar("json", json.dumps(schema)))
-        return LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS).is_error()
+    def matcher(self, grammar: Grammar, ends: Sequence[int] = ()) -> GrammarMatcher:
+        """A matcher at the beginning of a text, once the grammar is compiled; see ``CompiledGrammar.matcher``."""
+        return self.compile(grammar).matcher(ends)
+
+
+def _size(grammar: Grammar) -> int:
+    """The bytes that a compiled grammar is taken to have."""
+    return max(grammar.compiled_bytes, 64 * len(grammar.text))
+
+
+def num_workers() -> int:
+    """Grammars that are compiled at the same time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MAX_WORKERS, cores // 2))
+
+
+@contextmanager
+def large_stack() -> Iterator[None]:
+    """Threads that begin here get the stack that compiling needs."""
+    before = threading.stack_size(THREAD_STACK)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+# ---- what the guard's process runs, too ------------------------------------------------------------------------------
+
+
+def compiled_matcher(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
+    """A matcher at the beginning of a text; it may be one with an error.
+
+    Raises:
+        ParameterError: a JSON schema in it is wrong, not supported, or too large.
+    """
+    return LLMatcher(vocabulary.compiled, _source(grammar), log_level=0, limits=_limits(grammar.kind))
+
+
+def _limits(kind: str) -> LLParserLimits:
+    """Of the guard and of the engine, so that the one compiles what the other lets pass; a token takes at most some ten
+    milliseconds."""
+    return LLParserLimits(
+        max_grammar_size=10_000,  # 1,000 optional fields
+        max_items_in_row=MAX_ITEMS.get(kind, MAX_ITEMS_OF_OTHERS),
+        initial_lexer_fuel=200_000,
+        max_lexer_states=50_000,
+        verbose_errors=False,
+    )
+
+
+def faults(vocabulary: Vocabulary, grammar: Grammar) -> Iterator[str]:
+    """Why a grammar cannot be used; each message says more than the one before. There is none if it can be used."""
+    try:
+        compiled = compiled_matcher(vocabulary, grammar)
+    except ParameterError as error:
+        yield error.message
+        return
+    num_forced = len(compiled.compute_ff_tokens())
+    goes_on = any(compiled.compute_bitmask()) or compiled.is_accepting()
+    if compiled.is_error():
+        reason = _reason(compiled.get_error())
+        yield f"{grammar.kind}: {reason}"
+        schema = json.loads(grammar.text) if grammar.kind == "json" else True
+        places = (place for place, part in parts_alone(schema) if _is_wrong(vocabulary, part))
+        if (place := next(places, None)) is not None:
+            yield f"json at {place}: {reason}"
+    elif num_forced > MAX_FORCED:
+        yield f"{grammar.kind}: every text that keeps to it is too long, or has no end"
+    elif not goes_on:
+        yield f"{grammar.kind}: no text keeps to it"
+
+
+def suspects(vocabulary: Vocabulary, grammar: Grammar) -> Iterator[str]:
+    """The places of a schema's parts, each before it is compiled by itself; of other grammars, and at the end, none."""
+    for place, part in parts_alone(json.loads(grammar.text)) if grammar.kind == "json" else ():
+        yield f" at {place}"
+        _is_wrong(vocabulary, part)
+    yield ""
+
+
+def _is_wrong(vocabulary: Vocabulary, schema: Any) -> bool:
+    return bool(compiled_matcher(vocabulary, Grammar("json", json.dumps(schema))).is_error())
 
 
 def _source(grammar: Grammar) -> str:
@@ -181,4 +286,6 @@ def _source(grammar: Grammar) -> str:
 def _reason(error: str) -> str:
     """What a message of llguidance says, on one line."""
     text = " ".join(error.partition("\n<")[0].split())
+    if text.startswith("NoExtension"):
+        return "no text keeps to it"
     return "it is too large" if text.startswith("panic") else text[:500]

@@ -94,7 +94,9 @@ def with_json_rules(grammar: str) -> str:
     Raises:
         ParameterError: as ``json_rules`` does.
     """
-    pieces, rules, position = [], [], 0
+    pieces: list[str] = []
+    rules: list[str] = []
+    position = 0
     while found := _LARK.search(grammar, position):
         pieces.append(grammar[position : found.end()])
         position = found.end()
@@ -556,9 +558,9 @@ def _number(facts: Sequence[Fact]) -> str | None:
     multiples = [one for one in dict.fromkeys(multiples) if one > 1 or one.normalize().as_tuple().digits != (1,)]
     if multiples:
         return _multiple(multiples, whole, low, high)
-    above = "" if high and (high[0] < 0 or high == (0, True)) else _magnitude(low, high, is_fraction, places)
-    opposite = [bound and (-bound[0], bound[1]) for bound in (high, low)]
-    below = "" if low and low[0] >= 0 else f'"-" {_magnitude(*opposite, is_fraction, places)}'
+    above = "" if high and (high[0] < 0 or (high[0] == 0 and high[1])) else _magnitude(low, high, is_fraction, places)
+    least, most = (bound and (-bound[0], bound[1]) for bound in (high, low))
+    below = "" if low and low[0] >= 0 else f'"-" {_magnitude(least, most, is_fraction, places)}'
     return " | ".join(filter(None, (above, below)))
 
 
@@ -566,7 +568,7 @@ def _magnitude(low: Bound | None, high: Bound | None, is_fraction: bool, most_pl
     """A terminal of the numbers from 0 between two bounds, without exponents."""
     terms, digits, places = [r"/.*\.0*[1-9].*/"] * is_fraction, DIGITS, DIGITS
     for bound, above in ((low, True), (high, False)):
-        if bound is None or (above and (bound[0] < 0 or bound == (0, False))):
+        if bound is None or (above and (bound[0] < 0 or (bound[0] == 0 and not bound[1]))):
             continue
         before, _, after = f"{bound[0]:f}".partition(".")
         if len(before) > MOST_DIGITS:
@@ -680,7 +682,8 @@ def _search(pattern: str, is_ascii: bool = True) -> str:
     Args:
         is_ascii: "\\w" and "\\d" mean ASCII alone.
     """
-    depth, ways = 0, [[]]
+    depth = 0
+    ways: list[list[str]] = [[]]
     written = {"/": r"\/", "\n": r"\n", "\r": r"\r", **({r"\d": "[0-9]", r"\w": "[a-zA-Z0-9_]"} if is_ascii else {})}
     for token in _TOKEN.findall(pattern):
         depth += {"(": 1, ")": -1}.get(token, 0)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from lopa_ascend.config import ContextLengthError, DecodingParams, ParameterError, context_length
-from lopa_ascend.text.grammars import Grammars
+from lopa_ascend.text.guard import Guard
 from lopa_ascend.text.reasoning import CLOSE, OPEN
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tool_calls import BEGIN
@@ -68,9 +68,9 @@ class Prompts:
         return tokenizer is not None and BEGIN in (tokenizer.chat_template or "") and tokenizer.template_reads("tools")
 
     @cached_property
-    def _grammars(self) -> Grammars:
+    def _guard(self) -> Guard:
         assert self.tokenizer is not None, "for_engine refuses a grammar"
-        return Grammars(self.tokenizer)
+        return Guard(self.tokenizer)
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a prompt.
@@ -205,8 +205,9 @@ class Prompts:
         if thinking is not None:
             params = _after_thinking(params, replace(thinking, max_tokens=params.max_thinking_tokens))
         special = _special_stops(params, self.tokenizer, self._mask_token_id)
-        if params.structured_outputs is not None:
-            self._grammars.matcher(params.structured_outputs)  # refuses what has an error
+        if (grammar := params.structured_outputs) is not None:
+            grammar = replace(grammar, compiled_bytes=self._guard.check(grammar))
+            params = params.with_valid(structured_outputs=grammar)
         if special:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
         if has_banned_texts:

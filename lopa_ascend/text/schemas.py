@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Iterator
 from typing import Any
 
 from lopa_ascend.config import ParameterError
@@ -77,16 +76,10 @@ def _closed(value: Any, keyword: str = "") -> Any:
     return inner if is_open else {**inner, "additionalProperties": False}
 
 
-def place_of(schema: Schema, is_wrong: Callable[[Schema], bool], most: int = 1000) -> str:
-    """The place of the first part that is wrong by itself, as " at #/..."; nothing if there is none.
-
-    Args:
-        is_wrong: says so of a schema with those keywords of a part that llguidance compiles.
-        most: parts to look at.
-    """
+def parts_alone(schema: Schema) -> Iterator[tuple[str, Schema]]:
+    """The parts of a schema with something that llguidance compiles: their places, and that alone."""
     found = ((place, _alone(part)) for place, part in parts(schema) if isinstance(part, dict))
-    wrong = (place for place, alone in islice(found, most) if alone and is_wrong(alone))
-    return next((f" at {place}" for place in wrong), "")
+    return ((place, alone) for place, alone in found if alone)
 
 
 def _alone(part: dict[str, Any]) -> Schema:

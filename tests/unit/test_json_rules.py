@@ -14,6 +14,7 @@ import pytest
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.text.grammars import GrammarMatcher, Grammars
+from lopa_ascend.text.guard import Guard
 from lopa_ascend.text.json_rules import json_rules
 from lopa_ascend.text.tool_calls import HEAD, MIDDLE, TAIL, call_grammar
 from lopa_ascend.types import Grammar
@@ -32,9 +33,15 @@ def grammars() -> Grammars:
     return Grammars(tiny_tokenizer())
 
 
+@cache
+def guard() -> Guard:
+    return Guard(tiny_tokenizer())
+
+
 def matcher(schema: Any) -> GrammarMatcher:
     grammar = DecodingParams.of(structured_outputs={"json": schema}).structured_outputs
     assert grammar is not None
+    guard().check(grammar)
     return grammars().matcher(grammar)
 
 

@@ -22,6 +22,7 @@ from lopa_ascend.serve.openai.completions import CompletionRequest
 from lopa_ascend.serve.openai.request import GenerationRequest, Planner
 from lopa_ascend.serve.openai.responses import ResponseRequest
 from lopa_ascend.serve.openai.score import ScoreRequest
+from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.schemas import closed
 from lopa_ascend.types import GenerationOutput, Progress, Update
@@ -215,7 +216,7 @@ def matches(request: GenerationRequest, text: str) -> bool:
     assert grammar is not None
     tokenizer = PLANNER.prompts.tokenizer
     assert tokenizer is not None
-    matcher, tokens = PLANNER.prompts._grammars.matcher(grammar), tokenizer.encode(text)
+    matcher, tokens = Grammars(tokenizer).matcher(grammar), tokenizer.encode(text)
     return matcher.accept(tokens) == len(tokens) and matcher.is_complete
 
 

@@ -1,0 +1,256 @@
+"""Compiles a grammar in a process of its own first, so that no grammar ends, stalls or fills the process that asks.
+
+A warm process has the vocabulary and forks for each grammar, with limits on time, memory and stack: what the fork does
+is its end alone. The warm process starts with the first grammar, and ends when its socket closes, so with its parent.
+
+    asker                        warm process                        fork
+      | a socket's other end  -->  | fork  ------------------------>  | limits
+      | the grammar  ----------------------------------------------->  | compiles
+      | <-- a line for each thing found out ------------------------  | ends, as it may
+      | <-- the last line: how it ended  | waits for it
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from contextlib import suppress
+
+import tokenizers
+
+from lopa_ascend.config import ParameterError
+from lopa_ascend.text.grammars import STACK, Vocabulary, faults, num_workers, suspects
+from lopa_ascend.text.tokenizer import Tokenizer
+from lopa_ascend.types import Grammar
+
+TIME = 2.0
+"""Most CPU seconds for a grammar."""
+PLACE_TIME = 0.7
+"""CPU seconds to find the part of a schema that a limit was reached in."""
+MEMORY = 2**29
+"""Most bytes for a grammar, beside the vocabulary."""
+PATIENCE = 30.0
+"""Seconds after which a process that does not answer is given up."""
+MAX_PASSED = 2**24
+"""Characters of the grammars that are known to pass."""
+_OUT_OF_MEMORY = 9
+"""Exit status of a fork in which Python had no memory."""
+
+Line = int | str | dict[str, int]
+"""What a fork has found out: why the grammar is refused, a place, or how many bytes it takes. The last line is an
+object, with the exit status."""
+
+
+class Guard:
+    """Refuses grammars that could do harm, or cannot be used. Threads may share it.
+
+    Args:
+        tokenizer: the model's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._process: _WarmProcess | None = None
+        self._passed: OrderedDict[Grammar, int] = OrderedDict()
+        """The last grammars that have passed, with the bytes that each takes."""
+        self._lock = threading.Lock()
+        self._turns = threading.Semaphore(num_workers())
+
+    def check(self, grammar: Grammar) -> int:
+        """The bytes that compiling a grammar takes.
+
+        Raises:
+            ParameterError: the grammar has an error, what it uses is not supported, it is too large, or no text that
+                ends keeps to it.
+        """
+        with self._lock:
+            size = self._passed.pop(grammar, None)
+        if size is None:
+            with self._turns:
+                size = self._compile(grammar)
+        with self._lock:
+            self._passed[grammar] = size
+            length = sum(len(known.text) for known in self._passed)
+            while length > MAX_PASSED:
+                oldest, _ = self._passed.popitem(last=False)
+                length -= len(oldest.text)
+        return size
+
+    def _compile(self, grammar: Grammar) -> int:
+        found, status = self._ask(grammar, TIME)
+        if found and isinstance(found[-1], str):
+            raise ParameterError("structured_outputs", found[-1])
+        if found and isinstance(found[-1], int) and not status:
+            return found[-1]
+        places, place_status = self._ask(grammar, PLACE_TIME, wants_place=True)
+        place = places[-1] if places and place_status else ""
+        raise ParameterError("structured_outputs", f"{grammar.kind}{place}: {_explain(status)}; make it simpler")
+
+    def _ask(self, grammar: Grammar, seconds: float, *, wants_place: bool = False) -> tuple[list[Line], int]:
+        """What a fork has found out, and its exit status, as that of ``subprocess``."""
+        request = json.dumps([grammar.kind, grammar.text, seconds, wants_place]).encode()
+        for _ in range(2):  # the warm process may have ended, or been killed
+            process = self._warm_process()
+            try:
+                *found, end = process.ask(request)
+            except TimeoutError:
+                process.close()
+                return [], -signal.SIGPROF
+            except (OSError, ValueError):
+                process.close()
+                continue
+            assert isinstance(end, dict)
+            return found, end["status"]
+        raise RuntimeError("the process that compiles grammars ends; its message is on stderr")
+
+    def _warm_process(self) -> _WarmProcess:
+        with self._lock:
+            if self._process is None or self._process.is_closed:
+                self._process = _WarmProcess(self._tokenizer)
+            return self._process
+
+
+def _explain(status: int) -> str:
+    """How a fork has ended."""
+    if status == -signal.SIGPROF:
+        return f"takes more than {TIME:g} s to compile"
+    if status in (-signal.SIGABRT, _OUT_OF_MEMORY):
+        return f"takes more than {MEMORY >> 20} MiB to compile"
+    how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+    return f"crashes the compiler ({how}), as what is too deep does"
+
+
+class _WarmProcess:
+    """The warm process; it ends with ``close``, with this object, and with this process."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                (sys.executable, "-m", "lopa_ascend.text.guard"),
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is for the parent
+            )
+        self._socket = ours
+        self.close = weakref.finalize(self, _end, process, ours)
+        with suppress(OSError):  # it has ended, and the first question finds that out
+            known = tokenizer.to_json().encode()
+            ours.sendall(len(known).to_bytes(8, "little") + known)
+
+    @property
+    def is_closed(self) -> bool:
+        return not self.close.alive
+
+    def ask(self, request: bytes) -> list[Line]:
+        """Lets a fork answer.
+
+        Raises:
+            TimeoutError: there is no answer.
+            OSError, ValueError: the warm process has ended.
+        """
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.settimeout(PATIENCE)
+            with theirs:
+                socket.send_fds(self._socket, [b"."], [theirs.fileno()])
+            with suppress(BrokenPipeError, ConnectionResetError):  # the fork has ended before it has read everything
+                ours.sendall(request)
+                ours.shutdown(socket.SHUT_WR)
+            lines = b"".join(iter(lambda: ours.recv(2**16), b"")).splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
+    link.close()
+    process.kill()
+    process.wait()
+
+
+# ---- the warm process ------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Forks for each socket that comes over stdin, until that is closed."""
+    control = socket.socket(fileno=0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    known = _read(control, int.from_bytes(_read(control, 8), "little")).decode()
+    vocabulary = Vocabulary(Tokenizer(tokenizers.Tokenizer.from_str(known), {}, {}))
+    gc.freeze()
+    links: dict[int, int] = {}
+    """By process id of a fork: the socket of who has asked."""
+
+    def reap(*_: object) -> None:
+        with suppress(ChildProcessError):  # there is none
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                link = links.pop(ended[0])
+                with suppress(OSError):  # nobody waits any more
+                    os.write(link, json.dumps({"status": os.waitstatus_to_exitcode(ended[1])}).encode())
+                os.close(link)
+
+    signal.signal(signal.SIGCHLD, reap)
+    while True:
+        _, received, _, _ = socket.recv_fds(control, 1, 1)
+        if not received:
+            os._exit(0)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        if not (process := os.fork()):
+            _answer(socket.socket(fileno=received[0]), vocabulary)
+        links[process] = received[0]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+
+
+def _read(link: socket.socket, size: int) -> bytes:
+    """So many bytes; ends the process if the socket is closed before."""
+    content = bytearray()
+    while len(content) < size:
+        if not (piece := link.recv(size - len(content))):
+            os._exit(0)
+        content += piece
+    return bytes(content)
+
+
+def _answer(link: socket.socket, vocabulary: Vocabulary) -> None:
+    """What a fork does: answers one question within limits, and ends."""
+    status = 1
+    try:
+        os.dup2(1, 2)  # what ends it writes to stderr why
+        kind, text, seconds, wants_place = json.loads(b"".join(iter(lambda: link.recv(2**16), b"")))
+        before = _most_memory()
+        _limit(resource.RLIMIT_STACK, STACK)
+        _limit(resource.RLIMIT_DATA, before + MEMORY)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        is_fine = True
+        for message in (suspects if wants_place else faults)(vocabulary, Grammar(kind, text)):
+            is_fine = False
+            link.sendall(json.dumps(message).encode() + b"\n")
+        if is_fine:
+            link.sendall(b"%d\n" % (_most_memory() - before))
+        status = 0
+    except MemoryError:
+        status = _OUT_OF_MEMORY
+    finally:
+        os._exit(status)
+
+
+def _limit(kind: int, value: int) -> None:
+    _, most = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value if most == resource.RLIM_INFINITY else min(value, most), most))
+
+
+def _most_memory() -> int:
+    """The most bytes that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+if __name__ == "__main__":
+    main()
