@@ -27,10 +27,9 @@ from lopa_ascend.types import Grammar, GrammarError
 
 T = TypeVar("T")
 
-MAX_ITEMS = {"json": 5000, "json_object": 5000}
-"""Ways in which a beginning may be read, by kind of grammar: four for each of 1,000 optional fields. What is no schema
-can be ambiguous everywhere, and a token then takes time that grows with the square."""
-MAX_ITEMS_OF_OTHERS = 700
+MAX_ITEMS, MAX_ITEMS_OF_JSON = 700, 5000
+"""Ways in which a beginning may be read; of 1,000 optional fields 2,500. What is no schema can be ambiguous everywhere,
+and a token then takes time that grows with the square."""
 MAX_FORCED = 2**14
 """Most tokens that a grammar may force at the beginning. A longer text has no end, or fits into no answer."""
 MAX_CACHED = 2**28
@@ -223,15 +222,16 @@ def compiled_matcher(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
     Raises:
         ParameterError: a JSON schema in it is wrong, not supported, or too large.
     """
-    return LLMatcher(vocabulary.compiled, _source(grammar), log_level=0, limits=_limits(grammar.kind))
+    return LLMatcher(vocabulary.compiled, _source(grammar), log_level=0, limits=_limits(grammar))
 
 
-def _limits(kind: str) -> LLParserLimits:
+def _limits(grammar: Grammar) -> LLParserLimits:
     """Of the guard and of the engine, so that the one compiles what the other lets pass; a token takes at most some ten
     milliseconds."""
+    has_json = grammar.kind.startswith("json") or "%json" in grammar.text
     return LLParserLimits(
         max_grammar_size=10_000,  # 1,000 optional fields
-        max_items_in_row=MAX_ITEMS.get(kind, MAX_ITEMS_OF_OTHERS),
+        max_items_in_row=MAX_ITEMS_OF_JSON if has_json else MAX_ITEMS,
         initial_lexer_fuel=200_000,
         max_lexer_states=50_000,
         verbose_errors=False,
