@@ -96,7 +96,7 @@ class LLM:
         try:
             self.tokenizer = load_tokenizer(directory, self.config.vocab_size)
         except BaseException:  # the caller gets nothing that could be closed
-            self.close()
+            self.engine.close()
             raise
         self.prompts = Prompts(
             self.tokenizer, self.config.vocab_size, self.config.mask_token_id, self.engine.model_name
@@ -111,14 +111,17 @@ class LLM:
         """Requests whose streams were collected as garbage in the middle of a step; they are aborted after it."""
 
     def close(self) -> None:
-        """Ends the other ranks, after which nothing more can be generated. One rank alone has nothing to end."""
+        """Ends the other ranks, after which nothing more can be generated, and the processes of grammars and chat
+        templates."""
         self.engine.close()
+        self.prompts.close()
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.engine.close(None if kind is None else kind.__name__)
+        self.prompts.close()
 
     # ---- requests --------------------------------------------------------------------------------------------------
 

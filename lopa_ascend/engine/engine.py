@@ -88,6 +88,9 @@ class Engine:
         GraphError: there is no room for so many graphs. The device may show that only once the weights are loaded.
     """
 
+    follows = False
+    """Whether rank 0 says when a request with a grammar may run."""
+
     def __init__(self, config: EngineConfig, mesh: Mesh | None = None) -> None:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -117,8 +120,6 @@ class Engine:
         self._failure: str | None = None
         """Why this rank cannot go on."""
         self._leader: Leader | None = None
-        self.follows = False
-        """Whether rank 0 says when a request with a grammar may run."""
         self._digests = {"who takes part": 0, "the page tables": 0, "what was decided": 0}
         """Of all that was planned and decided since the start; equal on all ranks."""
         # Without the settings that may differ between machines.

@@ -65,6 +65,11 @@ class Guard:
         self._lock = threading.Lock()
         self._turns = threading.Semaphore(num_workers())
 
+    def close(self) -> None:
+        """Ends the warm process. The next grammar starts another one."""
+        if (process := self._process) is not None:
+            process.close()
+
     def check(self, grammar: Grammar) -> int:
         """The bytes that compiling a grammar takes.
 

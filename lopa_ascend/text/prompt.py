@@ -10,6 +10,7 @@ from typing import Any
 from lopa_ascend.config import ContextLengthError, DecodingParams, ParameterError, context_length
 from lopa_ascend.text.guard import Guard
 from lopa_ascend.text.reasoning import CLOSE, OPEN
+from lopa_ascend.text.sandbox import end_processes
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tool_calls import BEGIN
 from lopa_ascend.types import Grammar, Thinking
@@ -71,6 +72,12 @@ class Prompts:
     def _guard(self) -> Guard:
         assert self.tokenizer is not None, "for_engine refuses a grammar"
         return Guard(self.tokenizer)
+
+    def close(self) -> None:
+        """Ends the processes that compile grammars and render chat templates. What needs one starts it again."""
+        if "_guard" in self.__dict__:
+            self._guard.close()
+        end_processes()
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a prompt.

@@ -9,6 +9,7 @@ import atexit
 import json
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -18,10 +19,12 @@ from typing import Any
 
 TEMPLATE_TIMEOUT = 5.0
 """Most seconds of processor time in which a template renders a conversation. Loops in loops can take for ever."""
+PATIENCE = 30.0
+"""Seconds after which a process that does not answer, because it is stopped or the machine is busy, is given up."""
 MAX_SIZE = 2**24
 """Most characters of what a template makes."""
 MAX_MEMORY = 2**29
-"""Bytes of address space of the process that renders."""
+"""Bytes that a template may take."""
 
 _COMMAND = (sys.executable, "-c", "from lopa_ascend.text.rendering import main; main()")
 
@@ -120,13 +123,14 @@ def _take() -> subprocess.Popen[bytes]:
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """The answer to a request; empty if the process has ended."""
+    """The answer to a request; empty if the process has ended, or does not answer."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
         process.stdin.write(request)
         process.stdin.flush()
-        return process.stdout.readline()
+        answered, _, _ = select.select([process.stdout], [], [], PATIENCE)
+        return process.stdout.readline() if answered else b""
     except BrokenPipeError:
         return b""
 
@@ -145,11 +149,14 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 def _reason(status: int) -> str:
     if status == -signal.SIGPROF:
         return f"takes longer than {TEMPLATE_TIMEOUT:g} s for the messages"
+    if status == -signal.SIGKILL:
+        return f"has no answer after {PATIENCE:g} s"
     return f"ends its process with the status {status}"
 
 
 @atexit.register
-def _end_all() -> None:
+def end_processes() -> None:
+    """Ends the processes that wait."""
     while _idle:
         _end(_idle.pop())
 

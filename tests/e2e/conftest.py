@@ -84,10 +84,10 @@ class ServerProcess:
 
     @property
     def children(self) -> list[int]:
-        """Those that the main thread has started, without those that render chat templates."""
+        """Those that the main thread has started, without those that render chat templates or compile grammars."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(pid) for pid in children if b"text.rendering" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [int(pid) for pid in children if b"lopa_ascend.text" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     @property
     def engine_pid(self) -> int:

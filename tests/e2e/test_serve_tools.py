@@ -145,7 +145,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "a megabyte": (formatted({"properties": {f"field{i}": {"type": "string"} for i in range(25_000)}}), FORMAT),
     "a megabyte of text": (formatted({"description": "x" * 10**6}), FORMAT),
     "recursion without end": (formatted(ENDLESS), FORMAT),
-    "an enum": (formatted({"properties": {"x": {"enum": [f"v{i}" for i in range(10_000)]}}}), FORMAT),
+    "an enum": (formatted({"properties": {"x": {"enum": [f"v{i}" for i in range(10_000)]}}}), f"{FORMAT}.properties.x"),
     "choices": ({"guided_choice": [f"v{i}" for i in range(10_000)]}, "guided_choice"),
     "deep": (formatted(json.loads('{"items":' * 100 + "{}" + "}" * 100)), "response_format"),
     "contradiction": (formatted({"type": "string", "enum": [5]}), FORMAT),

@@ -37,5 +37,6 @@ def by_rank(pid: int) -> dict[int, int]:
     found = {}
     for child in children(pid):
         variables = dict(item.partition("=")[::2] for item in Path(f"/proc/{child}/environ").read_text().split("\0"))
-        found[int(variables["RANK"])] = child
+        if "RANK" in variables:  # another one renders chat templates
+            found[int(variables["RANK"])] = child
     return found
