@@ -58,7 +58,7 @@ def check(schema: Any, tests: Iterable[dict[str, Any]], count: Counter[str]) -> 
     count["schemas"] += 1
     grammar = Grammar("json", json.dumps(schema))
     try:
-        GUARD.check(grammar)
+        grammar = GUARD.checked(grammar)
     except ParameterError as error:
         yield str(error)
         return

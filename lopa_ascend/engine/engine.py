@@ -323,9 +323,9 @@ class Engine:
                 request.grammar.wait()  # so that the ranks, which make the same calls, admit it in the same step
             elif is_idle:
                 request.grammar.wait(COMPILE_WAIT)
+                is_idle = False
             if not request.grammar.is_done:
                 continue
-            is_idle = False
             if (error := request.grammar.error) is None:
                 self.admit(request_id)
             else:

@@ -13,13 +13,13 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain, takewhile
 from typing import Any, TypeVar
 
 import tokenizers
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from lopa_ascend.config import ParameterError
 from lopa_ascend.text.json_rules import with_json_rules
 from lopa_ascend.text.schemas import parts_alone
 from lopa_ascend.text.tokenizer import Tokenizer
@@ -173,12 +173,17 @@ class Grammars:
         self._workers = ThreadPoolExecutor(num_workers(), "grammars")
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Begins to compile a grammar, unless it is among the last ones."""
+        """Begins to compile a grammar, unless it is among the last ones.
+
+        Raises:
+            ParameterError: as ``source_of``, if no guard has let it pass.
+        """
         with self._lock:
             compiled = self._compiled.pop(grammar, None)
             if compiled is None:
+                source = grammar.source or source_of(grammar)
                 with large_stack():
-                    future = self._workers.submit(compiled_matcher, self._vocabulary, grammar)
+                    future = self._workers.submit(compiled_matcher, self._vocabulary, replace(grammar, source=source))
                 compiled = CompiledGrammar(future, self._vocabulary)
             self._compiled[grammar] = compiled
             size = sum(map(_size, self._compiled))
@@ -217,12 +222,9 @@ def large_stack() -> Iterator[None]:
 
 
 def compiled_matcher(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
-    """A matcher at the beginning of a text; it may be one with an error.
-
-    Raises:
-        ParameterError: a JSON schema in it is wrong, not supported, or too large.
-    """
-    return LLMatcher(vocabulary.compiled, _source(grammar), log_level=0, limits=_limits(grammar))
+    """A matcher at the beginning of a text, for a grammar with its source; it may be one with an error. Other threads
+    run meanwhile."""
+    return LLMatcher(vocabulary.compiled, grammar.source, log_level=0, limits=_limits(grammar))
 
 
 def _limits(grammar: Grammar) -> LLParserLimits:
@@ -239,12 +241,9 @@ def _limits(grammar: Grammar) -> LLParserLimits:
 
 
 def faults(vocabulary: Vocabulary, grammar: Grammar) -> Iterator[str]:
-    """Why a grammar cannot be used; each message says more than the one before. There is none if it can be used."""
-    try:
-        compiled = compiled_matcher(vocabulary, grammar)
-    except ParameterError as error:
-        yield error.message
-        return
+    """Why a grammar with its source cannot be used; each message says more than the one before. There is none if it can
+    be used."""
+    compiled = compiled_matcher(vocabulary, grammar)
     num_forced = len(compiled.compute_ff_tokens())
     goes_on = any(compiled.compute_bitmask()) or compiled.is_accepting()
     if compiled.is_error():
@@ -252,7 +251,7 @@ def faults(vocabulary: Vocabulary, grammar: Grammar) -> Iterator[str]:
         yield f"{grammar.kind}: {reason}"
         schema = json.loads(grammar.text) if grammar.kind == "json" else True
         places = (place for place, part in parts_alone(schema) if _is_wrong(vocabulary, part))
-        if (place := next(places, None)) is not None:
+        if "grammar size" not in reason and (place := next(places, None)) is not None:
             yield f"json at {place}: {reason}"
     elif num_forced > MAX_FORCED:
         yield f"{grammar.kind}: every text that keeps to it is too long, or has no end"
@@ -269,11 +268,16 @@ def suspects(vocabulary: Vocabulary, grammar: Grammar) -> Iterator[str]:
 
 
 def _is_wrong(vocabulary: Vocabulary, schema: Any) -> bool:
-    return bool(compiled_matcher(vocabulary, Grammar("json", json.dumps(schema))).is_error())
+    grammar = Grammar("json", json.dumps(schema))
+    return bool(compiled_matcher(vocabulary, replace(grammar, source=source_of(grammar))).is_error())
 
 
-def _source(grammar: Grammar) -> str:
-    """The grammar in a form of llguidance."""
+def source_of(grammar: Grammar) -> str:
+    """The grammar in a form of llguidance. Python writes it, and with a large schema takes seconds.
+
+    Raises:
+        ParameterError: a JSON schema in it is wrong, not supported, or too large; with the place.
+    """
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "choice":

@@ -23,12 +23,15 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import tokenizers
 
 from lopa_ascend.config import ParameterError
-from lopa_ascend.text.grammars import STACK, Vocabulary, faults, num_workers, suspects
+from lopa_ascend.text.grammars import STACK, Vocabulary, faults, num_workers, source_of, suspects
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import Grammar
 
@@ -41,13 +44,9 @@ MEMORY = 2**29
 PATIENCE = 30.0
 """Seconds after which a process that does not answer is given up."""
 MAX_PASSED = 2**24
-"""Characters of the grammars that are known to pass."""
+"""Characters of the grammars that are known to pass, and of their sources."""
 _OUT_OF_MEMORY = 9
 """Exit status of a fork in which Python had no memory."""
-
-Line = int | str | dict[str, int]
-"""What a fork has found out: why the grammar is refused, a place, or how many bytes it takes. The last line is an
-object, with the exit status."""
 
 
 class Guard:
@@ -60,8 +59,8 @@ class Guard:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._process: _WarmProcess | None = None
-        self._passed: OrderedDict[Grammar, int] = OrderedDict()
-        """The last grammars that have passed, with the bytes that each takes."""
+        self._passed: OrderedDict[Grammar, Grammar] = OrderedDict()
+        """The last grammars that have passed, each with its source."""
         self._lock = threading.Lock()
         self._turns = threading.Semaphore(num_workers())
 
@@ -70,51 +69,49 @@ class Guard:
         if (process := self._process) is not None:
             process.close()
 
-    def check(self, grammar: Grammar) -> int:
-        """The bytes that compiling a grammar takes.
+    def checked(self, grammar: Grammar) -> Grammar:
+        """The grammar as the engine takes it.
 
         Raises:
             ParameterError: the grammar has an error, what it uses is not supported, it is too large, or no text that
                 ends keeps to it.
         """
         with self._lock:
-            size = self._passed.pop(grammar, None)
-        if size is None:
+            passed = self._passed.pop(grammar, None)
+        if passed is None:
             with self._turns:
-                size = self._compile(grammar)
+                passed = self._compiled(grammar)
         with self._lock:
-            self._passed[grammar] = size
-            length = sum(len(known.text) for known in self._passed)
+            self._passed[passed] = passed
+            length = sum(len(known.text) + len(known.source) for known in self._passed)
             while length > MAX_PASSED:
                 oldest, _ = self._passed.popitem(last=False)
-                length -= len(oldest.text)
-        return size
+                length -= len(oldest.text) + len(oldest.source)
+        return replace(passed, thinking=grammar.thinking)
 
-    def _compile(self, grammar: Grammar) -> int:
+    def _compiled(self, grammar: Grammar) -> Grammar:
         found, status = self._ask(grammar, TIME)
-        if found and isinstance(found[-1], str):
-            raise ParameterError("structured_outputs", found[-1])
-        if found and isinstance(found[-1], int) and not status:
-            return found[-1]
+        match found[-1:]:
+            case [str(refusal)]:
+                raise ParameterError("structured_outputs", refusal)
+            case [[source, num_bytes]] if not status:
+                return Grammar(grammar.kind, grammar.text, source=source, compiled_bytes=num_bytes)
         places, place_status = self._ask(grammar, PLACE_TIME, wants_place=True)
         place = places[-1] if places and place_status else ""
         raise ParameterError("structured_outputs", f"{grammar.kind}{place}: {_explain(status)}; make it simpler")
 
-    def _ask(self, grammar: Grammar, seconds: float, *, wants_place: bool = False) -> tuple[list[Line], int]:
-        """What a fork has found out, and its exit status, as that of ``subprocess``."""
+    def _ask(self, grammar: Grammar, seconds: float, *, wants_place: bool = False) -> tuple[list[Any], int]:
+        """See ``_WarmProcess.ask``."""
         request = json.dumps([grammar.kind, grammar.text, seconds, wants_place]).encode()
         for _ in range(2):  # the warm process may have ended, or been killed
             process = self._warm_process()
             try:
-                *found, end = process.ask(request)
+                return process.ask(request)
             except TimeoutError:
                 process.close()
                 return [], -signal.SIGPROF
-            except (OSError, ValueError):
+            except OSError:
                 process.close()
-                continue
-            assert isinstance(end, dict)
-            return found, end["status"]
         raise RuntimeError("the process that compiles grammars ends; its message is on stderr")
 
     def _warm_process(self) -> _WarmProcess:
@@ -146,7 +143,7 @@ class _WarmProcess:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in a terminal is for the parent
             )
-        self._socket = ours
+        self._socket, self.pid = ours, process.pid
         self.close = weakref.finalize(self, _end, process, ours)
         with suppress(OSError):  # it has ended, and the first question finds that out
             known = tokenizer.to_json().encode()
@@ -156,12 +153,13 @@ class _WarmProcess:
     def is_closed(self) -> bool:
         return not self.close.alive
 
-    def ask(self, request: bytes) -> list[Line]:
-        """Lets a fork answer.
+    def ask(self, request: bytes) -> tuple[list[Any], int]:
+        """What a fork has found out, and its exit status, as that of ``subprocess``: why the grammar is refused, each
+        time with more to it; or its source, with the bytes that it takes; or places.
 
         Raises:
             TimeoutError: there is no answer.
-            OSError, ValueError: the warm process has ended.
+            OSError: the warm process has ended.
         """
         ours, theirs = socket.socketpair()
         with ours:
@@ -171,8 +169,11 @@ class _WarmProcess:
             with suppress(BrokenPipeError, ConnectionResetError):  # the fork has ended before it has read everything
                 ours.sendall(request)
                 ours.shutdown(socket.SHUT_WR)
-            lines = b"".join(iter(lambda: ours.recv(2**16), b"")).splitlines()
-        return [json.loads(line) for line in lines]
+            answer, mark, status = b"".join(iter(lambda: ours.recv(2**16), b"")).rpartition(b"\0")
+        if not mark:
+            raise ConnectionError
+        whole = answer[: answer.rfind(b"\n") + 1]  # the fork may have ended in the middle of a line
+        return [json.loads(line) for line in whole.splitlines()], int(status)
 
 
 def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
@@ -188,6 +189,7 @@ def main() -> None:
     """Forks for each socket that comes over stdin, until that is closed."""
     control = socket.socket(fileno=0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent may ignore it
     known = _read(control, int.from_bytes(_read(control, 8), "little")).decode()
     vocabulary = Vocabulary(Tokenizer(tokenizers.Tokenizer.from_str(known), {}, {}))
     gc.freeze()
@@ -199,7 +201,7 @@ def main() -> None:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 link = links.pop(ended[0])
                 with suppress(OSError):  # nobody waits any more
-                    os.write(link, json.dumps({"status": os.waitstatus_to_exitcode(ended[1])}).encode())
+                    os.write(link, b"\0%d" % os.waitstatus_to_exitcode(ended[1]))
                 os.close(link)
 
     signal.signal(signal.SIGCHLD, reap)
@@ -230,21 +232,31 @@ def _answer(link: socket.socket, vocabulary: Vocabulary) -> None:
     try:
         os.dup2(1, 2)  # what ends it writes to stderr why
         kind, text, seconds, wants_place = json.loads(b"".join(iter(lambda: link.recv(2**16), b"")))
-        before = _most_memory()
         _limit(resource.RLIMIT_STACK, STACK)
-        _limit(resource.RLIMIT_DATA, before + MEMORY)
+        _limit(resource.RLIMIT_DATA, _most_memory() + MEMORY)
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        is_fine = True
-        for message in (suspects if wants_place else faults)(vocabulary, Grammar(kind, text)):
-            is_fine = False
-            link.sendall(json.dumps(message).encode() + b"\n")
-        if is_fine:
-            link.sendall(b"%d\n" % (_most_memory() - before))
+        for finding in (suspects if wants_place else _findings)(vocabulary, Grammar(kind, text)):
+            link.sendall(json.dumps(finding).encode() + b"\n")
         status = 0
     except MemoryError:
         status = _OUT_OF_MEMORY
     finally:
         os._exit(status)
+
+
+def _findings(vocabulary: Vocabulary, grammar: Grammar) -> Iterator[Any]:
+    """Why a grammar is refused; or its source, with the bytes that it takes."""
+    before, refusal = _most_memory(), ""
+    try:
+        grammar = replace(grammar, source=source_of(grammar))
+        for refusal in faults(vocabulary, grammar):
+            yield refusal
+        if not refusal:
+            yield grammar.source, _most_memory() - before
+    except ParameterError as error:
+        yield error.message
+    except RecursionError:
+        yield f"{grammar.kind}: is nested too deeply"
 
 
 def _limit(kind: int, value: int) -> None:

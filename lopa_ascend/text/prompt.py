@@ -212,9 +212,8 @@ class Prompts:
         if thinking is not None:
             params = _after_thinking(params, replace(thinking, max_tokens=params.max_thinking_tokens))
         special = _special_stops(params, self.tokenizer, self._mask_token_id)
-        if (grammar := params.structured_outputs) is not None:
-            grammar = replace(grammar, compiled_bytes=self._guard.check(grammar))
-            params = params.with_valid(structured_outputs=grammar)
+        if params.structured_outputs is not None:
+            params = params.with_valid(structured_outputs=self._guard.checked(params.structured_outputs))
         if special:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
         if has_banned_texts:

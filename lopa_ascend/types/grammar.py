@@ -17,6 +17,8 @@ class Grammar:
     text: str
     thinking: Thinking | None = field(default=None, compare=False)
     """What may come before the answer; the grammar begins after that."""
+    source: str = field(default="", compare=False)
+    """What llguidance compiles, once the guard has let the grammar pass."""
     compiled_bytes: int = field(default=0, compare=False)
     """Memory that compiling it takes, as the guard has measured."""
 

@@ -174,6 +174,31 @@ def test_a_grammar_without_a_way_on_ends_the_request(models: dict[str, Path]):
         assert llm.generate("hello", llm.params(max_new_tokens=8), quiet=True)[0].token_ids
 
 
+def test_neighbours_go_on_while_a_grammar_is_compiled(models: dict[str, Path]):
+    served, prompt = engine(models["dream"]), tokenizer(models["dream"]).encode("the answer and")
+    free = DecodingParams.of(max_new_tokens=200, ignore_eos=True)
+    heavy = {"regex": r"(?i)(\p{L}{3000}|[a-z]{5})"}
+    served.add("free", prompt, free)
+    for name in ("aborted", "bound"):
+        served.add(name, prompt, DecodingParams.of(max_new_tokens=8, structured_outputs=heavy))
+    assert served.stats().num_waiting == 3
+    assert [update.request_id for update in served.step()] == ["free"]
+    assert served.abort("aborted")
+    assert served.stats().num_waiting == 1
+    served.abort("free")
+    ended: list[str] = []
+    while served.has_work():
+        ended += [update.request_id for update in served.step() if update.finish_reason]
+    assert ended == ["bound"]
+
+
+def test_no_grammar_ends_a_server(server: ServerProcess):
+    chain = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(5000)) + '\nr5000: "a"'
+    error = refused(server.http.post("/v1/completions", json={"prompt": "a", "guided_grammar": chain}))
+    assert "crashes the compiler (SIGSEGV)" in error["message"]
+    assert error["param"] == "guided_grammar"
+
+
 def test_a_server_answers_and_refuses(server: ServerProcess):
     schema = {
         "type": "object",

@@ -43,7 +43,7 @@ def guard() -> Guard:
 def refusal(form: dict[str, Any]) -> str:
     started = time.monotonic()
     with pytest.raises(ParameterError) as wrong:
-        guard().check(grammar_of(form))
+        guard().checked(grammar_of(form))
     assert wrong.value.param == "structured_outputs"
     assert time.monotonic() - started < 10
     return wrong.value.message
@@ -112,8 +112,7 @@ HEAVY = {
 def test_heavy_grammars_compile_or_are_refused_at_once(name: str):
     grammar, started = grammar_of(HEAVY[name]), time.monotonic()
     with suppress(ParameterError, GrammarError):
-        guard().check(grammar)
-        matcher = grammars().matcher(grammar)
+        matcher = grammars().matcher(guard().checked(grammar))
         for _ in range(50):
             matcher.allowed()
             matcher.accept(tiny_tokenizer().encode("a"))

@@ -41,8 +41,7 @@ def guard() -> Guard:
 def matcher(schema: Any) -> GrammarMatcher:
     grammar = DecodingParams.of(structured_outputs={"json": schema}).structured_outputs
     assert grammar is not None
-    guard().check(grammar)
-    return grammars().matcher(grammar)
+    return grammars().matcher(guard().checked(grammar))
 
 
 def accepts(schema: Any, text: str) -> bool:
