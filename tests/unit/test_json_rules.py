@@ -56,7 +56,8 @@ def dumped(value: Any) -> str:
 @pytest.mark.parametrize("value", [BIG, -BIG, 2**53 + 1, 2**64, -(2**63), 10**40 + 1, 0.1, -2.5e-7, 1e300])
 @pytest.mark.parametrize("place", ["const", "enum", "property", "item"])
 def test_a_number_keeps_its_digits(value: float, place: str):
-    schema, expected = {"const": value}, json.dumps(value)
+    schema: dict[str, Any] = {"const": value}
+    expected = json.dumps(value)
     if place == "enum":
         schema = {"enum": [value]}
     elif place == "property":
