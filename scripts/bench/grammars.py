@@ -1,14 +1,17 @@
 """Measures what grammars cost: compiling, masks and following a text; and requests under them.
 
-    bench grammars            JSON schemas of 1, 20 and 500 fields, with the bundled model and its vocabulary
-    bench grammars --json     the same as one line
+    bench grammars                     JSON schemas of 1, 20 and 500 fields, with the bundled model and its vocabulary
+    bench grammars --json              the same as one line
+    bench grammars --tokenizer DIR     the first table alone, with the vocabulary of a model's directory
 
-The first table is the grammar alone, for a schema of so many required fields: milliseconds to compile it and to make
-the first mask, and microseconds for each token of a text that keeps to it: for a mask, to accept the token, and to take
-it back and accept it again. The second decodes requests, alone and 8 together: CPU milliseconds of a step, the part of
-them that the grammar takes, and passes, also without forced spans. Requests of 500 fields are longer than the bundled
-model takes. The last line has the CPU time for each token that the model computes: of 4 requests without a grammar
-beside 4 under one, against 8 without.
+The first table is the grammar alone, for a schema of so many required fields: milliseconds until the guard has let it
+pass, megabytes that it takes there, milliseconds to compile it and to make the first mask, and microseconds for each
+token of a text that keeps to it: for a mask, to accept the token, and to take it back and accept it again. The second
+decodes requests, alone and 8 together: CPU milliseconds of a step, the part of them that the grammar takes, and passes,
+also without forced spans. Requests of 500 fields are longer than the bundled model takes. The last lines have the CPU
+time for each token that the model computes, of 4 requests without a grammar beside 4 under one, against 8 without; and
+milliseconds of the median and of the longest step of a request, alone and while 20 new grammars arrive, each of which
+takes about half a second to compile.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.text.grammars import GrammarMatcher, Grammars
+from lopa_ascend.text.guard import Guard
+from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import load_vocabulary
 from lopa_ascend.types import Grammar
 from scripts.bench.machine import describe_machine
@@ -42,27 +47,35 @@ PROMPT = "What is 3 + 4?"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument(
+        "--tokenizer", metavar="DIR", help="directory of a model: measure grammars alone, with its vocabulary"
+    )
 
 
 def run(args: argparse.Namespace, _: argparse.ArgumentParser) -> int:
-    from lopa_ascend.engine.engine import Engine  # imports torch, which takes seconds
-
-    engine = Engine(EngineConfig(max_num_seqs=8, enable_prefix_caching=False))
+    tokenizer = load_vocabulary(args.tokenizer or DEMO_MODEL, 2**18)
+    assert tokenizer is not None
     found: dict[str, Any] = {
         "machine": describe_machine(),
-        "grammar": [alone(count) for count in FIELDS],
-        "requests": [requests(engine, count, num) for count in FIELDS[:-1] for num in (1, 8)],
-        "neighbours": neighbours(engine),
+        "grammar": [alone(tokenizer, count) for count in FIELDS],
     }
+    if args.tokenizer is None:
+        from lopa_ascend.engine.engine import Engine  # imports torch, which takes seconds
+
+        engine = Engine(EngineConfig(max_num_seqs=8, enable_prefix_caching=False))
+        found["requests"] = [requests(engine, count, num) for count in FIELDS[:-1] for num in (1, 8)]
+        found["neighbours"] = neighbours(engine)
+        found["steps"] = steps_beside_new_grammars(engine)
     if args.json:
         print(json.dumps(found))
         return 0
     print(found["machine"]["processor"])
-    for table in ("grammar", "requests"):
+    for table in ("grammar", "requests") if "requests" in found else ("grammar",):
         print(*found[table][0], sep="\t")
         for row in found[table]:
             print(*(f"{value:.3g}" if isinstance(value, float) else value for value in row.values()), sep="\t")
-    print(*(f"{name}: {value:.3g}" for name, value in found["neighbours"].items()))
+    for line in ("neighbours", "steps"):
+        print(*(f"{name}: {value:.3g}" for name, value in found.get(line, {}).items()))
     return 0
 
 
@@ -73,15 +86,16 @@ def schema(num_fields: int) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
 
 
-def alone(num_fields: int) -> dict[str, float]:
+def alone(tokenizer: Tokenizer, num_fields: int) -> dict[str, float]:
     """What a grammar costs by itself."""
-    tokenizer = load_vocabulary(DEMO_MODEL, 2**18)
-    assert tokenizer is not None
     grammar = Grammar("json", json.dumps(schema(num_fields)))
     kinds: list[list[Any]] = [[7, 42, 365], [True, False], ["red", "blue"]]
     values = [random.Random(number).choice(kinds[number % 3]) for number in range(num_fields)]
     text = json.dumps({f"field_{number}": value for number, value in enumerate(values)}, separators=(",", ":"))
     tokens = tokenizer.encode(text)
+    guard = Guard(tokenizer)
+    guard.checked(Grammar("choice", '["a"]'))  # starts its process
+    guarding = seconds(lambda: guard.checked(grammar))
     compiling, masking = [], []
     for _ in range(REPEATS):
         grammars = Grammars(tokenizer)
@@ -97,6 +111,8 @@ def alone(num_fields: int) -> dict[str, float]:
     return {
         "fields": num_fields,
         "tokens": len(tokens),
+        "guard, ms": 1e3 * guarding,
+        "memory, MB": guard.checked(grammar).compiled_bytes / 1e6,
         "compile, ms": 1e3 * statistics.median(compiling),
         "first mask, ms": 1e3 * statistics.median(masking),
         "mask, us": 1e6 * mask / len(tokens),
@@ -151,6 +167,29 @@ def neighbours(engine: Engine) -> dict[str, float]:
             costs[name].append(1e6 * done["seconds"] / done["computed"])
     medians = {name: statistics.median(values) for name, values in costs.items()}
     return {**medians, "ratio": medians["4 and 4"] / medians["8 without"]}
+
+
+def steps_beside_new_grammars(engine: Engine) -> dict[str, float]:
+    """Milliseconds of the steps of a request, alone and while new grammars are compiled."""
+    tokenizer = load_vocabulary(DEMO_MODEL, 2**18)
+    assert tokenizer is not None
+    guard = Guard(tokenizer)
+    params = DecodingParams.of(decoding="d2f", max_new_tokens=1024, ignore_eos=True, tau_conf=1.0, block_size=8)
+    found: dict[str, float] = {}
+    for name, num_grammars in (("alone", 0), ("beside", 20)):
+        engine.add(name, tokenizer.encode(PROMPT), params)
+        engine.step()
+        added = [guard.checked(Grammar("regex", "(?i)" + r"\p{L}" * (2500 + number))) for number in range(num_grammars)]
+        times = []
+        for number in range(200):
+            if number < len(added):
+                bound = DecodingParams.of(decoding="d2f", max_new_tokens=1, structured_outputs=added[number])
+                engine.add(str(number), tokenizer.encode(PROMPT), bound)
+            times.append(1e3 * seconds(engine.step))
+        for request_id in (name, *map(str, range(num_grammars))):
+            engine.abort(request_id)
+        found |= {f"{name}, median": statistics.median(times), f"{name}, longest": max(times)}
+    return found
 
 
 @contextmanager
