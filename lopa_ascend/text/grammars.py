@@ -27,11 +27,8 @@ from lopa_ascend.types import Grammar, GrammarError
 
 T = TypeVar("T")
 
-MAX_ITEMS, MAX_ITEMS_OF_JSON = 700, 5000
-"""Ways in which a beginning may be read; of 1,000 optional fields 2,500. What is no schema can be ambiguous everywhere,
-and a token then takes time that grows with the square."""
-MAX_FORCED = 2**14
-"""Most tokens that a grammar may force at the beginning. A longer text has no end, or fits into no answer."""
+MAX_FORCED = 2**16
+"""Most bytes that a grammar may force at the beginning. A longer text has no end, or fits into no answer."""
 MAX_CACHED = 2**28
 """Bytes of the compiled grammars that are kept, if there is more than one."""
 MAX_WORKERS = 4
@@ -183,7 +180,9 @@ class Grammars:
             if compiled is None:
                 source = grammar.source or source_of(grammar)
                 with large_stack():
-                    future = self._workers.submit(compiled_matcher, self._vocabulary, replace(grammar, source=source))
+                    future = self._workers.submit(
+                        compiled_matcher, self._vocabulary.compiled, replace(grammar, source=source)
+                    )
                 compiled = CompiledGrammar(future, self._vocabulary)
             self._compiled[grammar] = compiled
             size = sum(map(_size, self._compiled))
@@ -221,30 +220,32 @@ def large_stack() -> Iterator[None]:
 # ---- what the guard's process runs, too ------------------------------------------------------------------------------
 
 
-def compiled_matcher(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
+def compiled_matcher(vocabulary: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """A matcher at the beginning of a text, for a grammar with its source; it may be one with an error. Other threads
     run meanwhile."""
-    return LLMatcher(vocabulary.compiled, grammar.source, log_level=0, limits=_limits(grammar))
+    return LLMatcher(vocabulary, grammar.source, log_level=0, limits=_limits(grammar))
 
 
 def _limits(grammar: Grammar) -> LLParserLimits:
-    """Of the guard and of the engine, so that the one compiles what the other lets pass; a token takes at most some ten
-    milliseconds."""
-    has_json = grammar.kind.startswith("json") or "%json" in grammar.text
+    """Of the guard and of the engine, so that the one compiles what the other lets pass. With them a token takes some
+    ten milliseconds at most: what is no schema can be ambiguous everywhere, and takes time that grows with the square of
+    the items, which are ways to read a beginning. A schema has up to 3 for each optional field."""
+    is_schema = grammar.kind in ("json", "json_object")
     return LLParserLimits(
-        max_grammar_size=10_000,  # 1,000 optional fields
-        max_items_in_row=MAX_ITEMS_OF_JSON if has_json else MAX_ITEMS,
+        max_grammar_size=10_000 if is_schema else 50_000,  # 1,000 optional fields; 128 functions
+        max_items_in_row=5000 if is_schema else 500,
+        step_max_items=50_000 if is_schema else 5000,
         initial_lexer_fuel=200_000,
         max_lexer_states=50_000,
         verbose_errors=False,
     )
 
 
-def faults(vocabulary: Vocabulary, grammar: Grammar) -> Iterator[str]:
+def faults(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[str]:
     """Why a grammar with its source cannot be used; each message says more than the one before. There is none if it can
     be used."""
     compiled = compiled_matcher(vocabulary, grammar)
-    num_forced = len(compiled.compute_ff_tokens())
+    num_forced = len(compiled.compute_ff_bytes())
     goes_on = any(compiled.compute_bitmask()) or compiled.is_accepting()
     if compiled.is_error():
         reason = _reason(compiled.get_error())
@@ -259,7 +260,7 @@ def faults(vocabulary: Vocabulary, grammar: Grammar) -> Iterator[str]:
         yield f"{grammar.kind}: no text keeps to it"
 
 
-def suspects(vocabulary: Vocabulary, grammar: Grammar) -> Iterator[str]:
+def suspects(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[str]:
     """The places of a schema's parts, each before it is compiled by itself; of other grammars, and at the end, none."""
     for place, part in parts_alone(json.loads(grammar.text)) if grammar.kind == "json" else ():
         yield f" at {place}"
@@ -267,7 +268,7 @@ def suspects(vocabulary: Vocabulary, grammar: Grammar) -> Iterator[str]:
     yield ""
 
 
-def _is_wrong(vocabulary: Vocabulary, schema: Any) -> bool:
+def _is_wrong(vocabulary: LLTokenizer, schema: Any) -> bool:
     grammar = Grammar("json", json.dumps(schema))
     return bool(compiled_matcher(vocabulary, replace(grammar, source=source_of(grammar))).is_error())
 
