@@ -218,7 +218,7 @@ def main() -> None:
 
 
 class _Tokens:
-    """As ``grammars.Vocabulary``, but it writes texts by tokens of one byte: how many there are does not matter here."""
+    """As ``grammars.Vocabulary``, but texts are written by tokens of one byte: which they are does not matter here."""
 
     bos_token_id = None
 
@@ -228,7 +228,7 @@ class _Tokens:
         self._of_byte = {token: number for number, token in enumerate(self.tokens) if len(token) == 1}
 
     def __call__(self, text: bytes) -> list[int]:
-        return [self._of_byte[text[place : place + 1]] for place in range(len(text))]
+        return [self._of_byte[bytes([byte])] for byte in text if bytes([byte]) in self._of_byte]
 
 
 def _read(link: socket.socket, size: int) -> bytes:
