@@ -27,11 +27,10 @@ from lopa_ascend.types import Grammar, GrammarError
 
 T = TypeVar("T")
 
-MAX_ITEMS, MAX_ITEMS_OF_JSON = 700, 5000
-"""Ways in which a beginning may be read; of 1,000 optional fields 2,500. What is no schema can be ambiguous everywhere,
-and a token then takes time that grows with the square."""
-MAX_FORCED = 2**14
-"""Most tokens that a grammar may force at the beginning. A longer text has no end, or fits into no answer."""
+MAX_FORCED = 2**16
+"""Most bytes, by which the guard's tokens are counted, that a grammar may force at the beginning. A longer text has no
+end, or fits into no answer."""
+ENDLESS = "every text that keeps to it is too long, or has no end"
 MAX_CACHED = 2**28
 """Bytes of the compiled grammars that are kept, if there is more than one."""
 MAX_WORKERS = 4
@@ -181,9 +180,9 @@ class Grammars:
         with self._lock:
             compiled = self._compiled.pop(grammar, None)
             if compiled is None:
-                source = grammar.source or source_of(grammar)
+                asked = grammar if grammar.source else replace(grammar, source=source_of(grammar))
                 with large_stack():
-                    future = self._workers.submit(compiled_matcher, self._vocabulary, replace(grammar, source=source))
+                    future = self._workers.submit(compiled_matcher, self._vocabulary.compiled, asked)
                 compiled = CompiledGrammar(future, self._vocabulary)
             self._compiled[grammar] = compiled
             size = sum(map(_size, self._compiled))
@@ -221,30 +220,35 @@ def large_stack() -> Iterator[None]:
 # ---- what the guard's process runs, too ------------------------------------------------------------------------------
 
 
-def compiled_matcher(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
+def compiled_matcher(vocabulary: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """A matcher at the beginning of a text, for a grammar with its source; it may be one with an error. Other threads
     run meanwhile."""
-    return LLMatcher(vocabulary.compiled, grammar.source, log_level=0, limits=_limits(grammar))
+    return LLMatcher(vocabulary, grammar.source, log_level=0, limits=_limits(grammar))
 
 
 def _limits(grammar: Grammar) -> LLParserLimits:
-    """Of the guard and of the engine, so that the one compiles what the other lets pass; a token takes at most some ten
-    milliseconds."""
-    has_json = grammar.kind.startswith("json") or "%json" in grammar.text
+    """Of the guard and of the engine, so that the one compiles what the other lets pass. With them a token takes some
+    ten milliseconds at most. Items are ways to read a beginning: a schema has up to 3 for each optional field; what is
+    no schema can be ambiguous everywhere, and then a token takes time that grows with their square."""
+    is_schema = grammar.kind in ("json", "json_object")
     return LLParserLimits(
-        max_grammar_size=10_000,  # 1,000 optional fields
-        max_items_in_row=MAX_ITEMS_OF_JSON if has_json else MAX_ITEMS,
+        max_grammar_size=10_000 if is_schema else 50_000,  # 1,000 optional fields; 128 functions
+        max_items_in_row=5000 if is_schema else 500,
+        step_max_items=50_000 if is_schema else 5000,
         initial_lexer_fuel=200_000,
         max_lexer_states=50_000,
         verbose_errors=False,
     )
 
 
-def faults(vocabulary: Vocabulary, grammar: Grammar) -> Iterator[str]:
+def faults(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[str]:
     """Why a grammar with its source cannot be used; each message says more than the one before. There is none if it can
     be used."""
     compiled = compiled_matcher(vocabulary, grammar)
-    num_forced = len(compiled.compute_ff_tokens())
+    num_forced = 0
+    while num_forced <= MAX_FORCED and (forced := compiled.compute_ff_tokens()):  # each time as far as limits allow
+        num_forced += len(forced)
+        compiled.consume_tokens(forced)
     goes_on = any(compiled.compute_bitmask()) or compiled.is_accepting()
     if compiled.is_error():
         reason = _reason(compiled.get_error())
@@ -254,12 +258,12 @@ def faults(vocabulary: Vocabulary, grammar: Grammar) -> Iterator[str]:
         if "grammar size" not in reason and (place := next(places, None)) is not None:
             yield f"json at {place}: {reason}"
     elif num_forced > MAX_FORCED:
-        yield f"{grammar.kind}: every text that keeps to it is too long, or has no end"
+        yield f"{grammar.kind}: {ENDLESS}"
     elif not goes_on:
         yield f"{grammar.kind}: no text keeps to it"
 
 
-def suspects(vocabulary: Vocabulary, grammar: Grammar) -> Iterator[str]:
+def suspects(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[str]:
     """The places of a schema's parts, each before it is compiled by itself; of other grammars, and at the end, none."""
     for place, part in parts_alone(json.loads(grammar.text)) if grammar.kind == "json" else ():
         yield f" at {place}"
@@ -267,7 +271,7 @@ def suspects(vocabulary: Vocabulary, grammar: Grammar) -> Iterator[str]:
     yield ""
 
 
-def _is_wrong(vocabulary: Vocabulary, schema: Any) -> bool:
+def _is_wrong(vocabulary: LLTokenizer, schema: Any) -> bool:
     grammar = Grammar("json", json.dumps(schema))
     return bool(compiled_matcher(vocabulary, replace(grammar, source=source_of(grammar))).is_error())
 
@@ -290,6 +294,8 @@ def source_of(grammar: Grammar) -> str:
 def _reason(error: str) -> str:
     """What a message of llguidance says, on one line."""
     text = " ".join(error.partition("\n<")[0].split())
+    if "ff_tokens" in text:  # the limit of what is forced
+        return ENDLESS
     if text.startswith("NoExtension"):
         return "no text keeps to it"
     return "it is too large" if text.startswith("panic") else text[:500]

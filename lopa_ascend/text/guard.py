@@ -28,10 +28,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import tokenizers
+from llguidance import LLTokenizer, TokenizerWrapper
 
 from lopa_ascend.config import ParameterError
-from lopa_ascend.text.grammars import STACK, Vocabulary, faults, num_workers, source_of, suspects
+from lopa_ascend.text.grammars import STACK, faults, num_workers, source_of, suspects
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import Grammar
 
@@ -146,7 +146,8 @@ class _WarmProcess:
         self._socket, self.pid = ours, process.pid
         self.close = weakref.finalize(self, _end, process, ours)
         with suppress(OSError):  # it has ended, and the first question finds that out
-            known = tokenizer.to_json().encode()
+            tokens = [tokenizer.piece(token).decode("latin-1") for token in range(tokenizer.num_token_ids)]
+            known = json.dumps([tokens, tokenizer.special_ids]).encode()
             ours.sendall(len(known).to_bytes(8, "little") + known)
 
     @property
@@ -190,8 +191,8 @@ def main() -> None:
     control = socket.socket(fileno=0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent may ignore it
-    known = _read(control, int.from_bytes(_read(control, 8), "little")).decode()
-    vocabulary = Vocabulary(Tokenizer(tokenizers.Tokenizer.from_str(known), {}, {}))
+    known = json.loads(_read(control, int.from_bytes(_read(control, 8), "little")))
+    vocabulary = LLTokenizer(TokenizerWrapper(_Tokens(*known)))
     gc.freeze()
     links: dict[int, int] = {}
     """By process id of a fork: the socket of who has asked."""
@@ -216,6 +217,20 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
 
 
+class _Tokens:
+    """As ``grammars.Vocabulary``, but texts are written by tokens of one byte: which they are does not matter here."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[str], special_ids: list[int]):
+        self.tokens = [*(token.encode("latin-1") for token in tokens), b""]
+        self.special_token_ids, self.eos_token_id = special_ids, len(tokens)
+        self._of_byte = {token: number for number, token in enumerate(self.tokens) if len(token) == 1}
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [self._of_byte[bytes([byte])] for byte in text if bytes([byte]) in self._of_byte]
+
+
 def _read(link: socket.socket, size: int) -> bytes:
     """So many bytes; ends the process if the socket is closed before."""
     content = bytearray()
@@ -226,7 +241,7 @@ def _read(link: socket.socket, size: int) -> bytes:
     return bytes(content)
 
 
-def _answer(link: socket.socket, vocabulary: Vocabulary) -> None:
+def _answer(link: socket.socket, vocabulary: LLTokenizer) -> None:
     """What a fork does: answers one question within limits, and ends."""
     status = 1
     try:
@@ -244,7 +259,7 @@ def _answer(link: socket.socket, vocabulary: Vocabulary) -> None:
         os._exit(status)
 
 
-def _findings(vocabulary: Vocabulary, grammar: Grammar) -> Iterator[Any]:
+def _findings(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[Any]:
     """Why a grammar is refused; or its source, with the bytes that it takes."""
     before, refusal = _most_memory(), ""
     try:
