@@ -231,10 +231,11 @@ def _limits(grammar: Grammar) -> LLParserLimits:
     ten milliseconds at most. Items are ways to read a beginning: a schema has up to 3 for each optional field; what is
     no schema can be ambiguous everywhere, and then a token takes time that grows with their square."""
     is_schema = grammar.kind in ("json", "json_object")
+    has_schemas = is_schema or "%json" in grammar.text
     return LLParserLimits(
         max_grammar_size=10_000 if is_schema else 50_000,  # 1,000 optional fields; 128 functions
-        max_items_in_row=5000 if is_schema else 500,
-        step_max_items=50_000 if is_schema else 5000,
+        max_items_in_row=5000 if is_schema else 2000 if has_schemas else 500,
+        step_max_items=50_000 if has_schemas else 5000,
         initial_lexer_fuel=200_000,
         max_lexer_states=50_000,
         verbose_errors=False,
