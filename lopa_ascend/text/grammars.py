@@ -6,6 +6,7 @@ not know when to stop could go on with it.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import threading
@@ -26,6 +27,7 @@ from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import Grammar, GrammarError
 
 T = TypeVar("T")
+_LIBC = ctypes.CDLL(None)
 
 MAX_FORCED = 2**16
 """Most bytes, by which the guard's tokens are counted, that a grammar may force at the beginning. A longer text has no
@@ -33,6 +35,8 @@ end, or fits into no answer."""
 ENDLESS = "every text that keeps to it is too long, or has no end"
 MAX_CACHED = 2**28
 """Bytes of the compiled grammars that are kept, if there is more than one."""
+TRIMMED = 2**26
+"""Bytes for a grammar from which on it is worth while to look for memory that is free."""
 MAX_WORKERS = 4
 """Most grammars that a process compiles at the same time."""
 STACK = 2**22
@@ -182,7 +186,7 @@ class Grammars:
             if compiled is None:
                 asked = grammar if grammar.source else replace(grammar, source=source_of(grammar))
                 with large_stack():
-                    future = self._workers.submit(compiled_matcher, self._vocabulary.compiled, asked)
+                    future = self._workers.submit(_compiled_and_trimmed, self._vocabulary.compiled, asked)
                 compiled = CompiledGrammar(future, self._vocabulary)
             self._compiled[grammar] = compiled
             size = sum(map(_size, self._compiled))
@@ -194,6 +198,14 @@ class Grammars:
     def matcher(self, grammar: Grammar, ends: Sequence[int] = ()) -> GrammarMatcher:
         """A matcher at the beginning of a text, once the grammar is compiled; see ``CompiledGrammar.matcher``."""
         return self.compile(grammar).matcher(ends)
+
+
+def _compiled_and_trimmed(vocabulary: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """See ``compiled_matcher``. What compiling took beside the result goes back to the system."""
+    compiled = compiled_matcher(vocabulary, grammar)
+    if grammar.compiled_bytes > TRIMMED and hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(0)
+    return compiled
 
 
 def _size(grammar: Grammar) -> int:

@@ -33,6 +33,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from lopa_ascend.config import ParameterError
 from lopa_ascend.text.grammars import STACK, faults, num_workers, source_of, suspects
 from lopa_ascend.text.tokenizer import Tokenizer
+from lopa_ascend.turns import aside
 from lopa_ascend.types import Grammar
 
 TIME = 2.0
@@ -79,7 +80,7 @@ class Guard:
         with self._lock:
             passed = self._passed.pop(grammar, None)
         if passed is None:
-            with self._turns:
+            with aside(), self._turns:
                 passed = self._compiled(grammar)
         with self._lock:
             self._passed[passed] = passed

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import socket
+import threading
 from typing import Any
 
 import pytest
@@ -20,10 +21,11 @@ from lopa_ascend.serve.greeting import _blocks_line, _graphs_line, _recommended_
 from lopa_ascend.serve.http import body
 from lopa_ascend.serve.http.access import Access, allow_origins, hosts_of
 from lopa_ascend.serve.http.api_error import ApiError
-from lopa_ascend.serve.http.body import Intake
+from lopa_ascend.serve.http.body import THREADS, Intake
 from lopa_ascend.serve.link.generation import MAX_UNREAD, AskedChoice, Generation
 from lopa_ascend.serve.metrics import Timeline
 from lopa_ascend.serve.server import bind, listen
+from lopa_ascend.turns import aside
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 JSON_TYPE = (b"content-type", b"application/json")
@@ -45,6 +47,31 @@ async def take(receive: Any, *headers: tuple[bytes, bytes], limit: int = 10) -> 
         return await taking.take(Request(scope("/", JSON_TYPE, *headers), receive), bytes)
     finally:
         await taking.close()
+
+
+def test_bodies_that_wait_for_a_process_let_others_go_on():
+    ended = threading.Event()
+
+    def wait(_: bytes) -> None:
+        with aside():
+            assert ended.wait(60)
+
+    async def run() -> bytes:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        request = Request(scope("/", JSON_TYPE), receive)
+        intake = Intake(10)
+        waiting = [asyncio.create_task(intake.take(Request(request.scope, receive), wait)) for _ in range(3 * THREADS)]
+        await asyncio.sleep(0)
+        answer = await intake.take(request, bytes)
+        assert not any(task.done() for task in waiting)
+        ended.set()
+        await asyncio.gather(*waiting)
+        await intake.close()
+        return answer
+
+    assert asyncio.run(run()) == b"{}"
 
 
 async def read(pieces: list[bytes], *headers: tuple[bytes, bytes], limit: int = 10, hang: bool = False) -> bytes:

@@ -6,6 +6,7 @@ import asyncio
 import difflib
 import json
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
@@ -20,6 +21,7 @@ from lopa_ascend.config.files import shown
 from lopa_ascend.config.removed import instead_of
 from lopa_ascend.serve.http.api_error import CLOSE, ApiError
 from lopa_ascend.serve.http.encoding import Json
+from lopa_ascend.turns import turn
 
 BODY_TIMEOUT = 60.0
 """Most seconds in which a body must arrive."""
@@ -28,6 +30,8 @@ MAX_READ_FACTOR = 8
 only after they have sent everything. Beyond that the connection is closed."""
 THREADS = 4
 """Bodies that are parsed and tokenized at the same time."""
+MAX_WAITING = 64
+"""Bodies whose grammars wait at the same time to be compiled."""
 MAX_DEPTH = 40
 """Most levels of nested objects and lists. Schemas of nested objects have two for each of these, and three in front."""
 MAX_SHOWN = 100
@@ -107,7 +111,8 @@ class Intake:
 
     def __init__(self, max_body_size: int):
         self._max_body_size = max_body_size
-        self._threads = ThreadPoolExecutor(THREADS, "bodies")
+        self._threads = ThreadPoolExecutor(THREADS + MAX_WAITING, "bodies")
+        self._turns = threading.Semaphore(THREADS)
 
     async def take(self, request: Request, work: Callable[[bytes], R]) -> R:
         """What ``work`` makes of the body of a request, in a thread, so that the event loop goes on.
@@ -132,7 +137,11 @@ class Intake:
         check_json(request.headers)
         content = bytes(body)
         body.clear()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, content)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._work, work, content)
+
+    def _work(self, work: Callable[[bytes], R], content: bytes) -> R:
+        with turn(self._turns):
+            return work(content)
 
     async def _read(self, request: Request, body: bytearray) -> int:
         """Appends what arrives to ``body``, which stays empty if it is too large, and returns how many bytes have
