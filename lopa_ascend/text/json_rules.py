@@ -107,6 +107,8 @@ def with_json_rules(grammar: str) -> str:
             except (ValueError, RecursionError) as error:
                 raise ParameterError("structured_outputs", f"grammar: %json: {error}") from None
             name = f"json{len(rules)}"
+            while name in grammar:  # so that no other rule has the name
+                name += "_"
             rules.append("\n".join(json_rules(schema, name)))
             pieces[-1] = pieces[-1].removesuffix(found[0]) + name
     return "\n".join(["".join([*pieces, grammar[position:]]), *rules])
@@ -193,25 +195,37 @@ class _Cases:
         reference = schema["$ref"]
         if not isinstance(reference, str):
             raise Refused(schema, "$ref: must be a text")
-        base = self._root.get("$id") or self._root.get("id")
-        pointer = reference.removeprefix(base.partition("#")[0]) if isinstance(base, str) else reference
-        found, (anchor, *steps) = self._root, unquote(pointer).removeprefix("#").split("/")
+        root, place = self._document(schema)
+        base = root.get("$id") or root.get("id")
+        pointer = unquote(reference.removeprefix(base.partition("#")[0]) if isinstance(base, str) else reference)
+        anchor, *steps = pointer.removeprefix("#").split("/")
         if anchor and pointer.startswith("#"):
-            for _, part in parts(self._root):
+            for _, part in parts(root):
                 names = [part.get("$id"), part.get("id"), f"#{part.get('$anchor')}"] if isinstance(part, dict) else []
                 if pointer in names:
                     return part
         if not pointer.startswith("#") or anchor:
             raise Refused(schema, f"$ref: {reference[:100]!r} is not in the schema; write it as #/...")
-        for step in (step.replace("~1", "/").replace("~0", "~") for step in steps):
-            if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                found = found[int(step)]
-            elif isinstance(found, dict) and step in found:
-                found = found[step]
-            elif step or found is not self._root:
-                raise Refused(schema, f"$ref: {reference[:100]!r} points to nothing")
+        try:
+            found = root if steps in ([], [""]) else _below(root, steps)[-1]
+        except (LookupError, TypeError, ValueError):
+            try:  # for many who write "$id" it is only a name
+                found, place = _below(self._root, steps)[-1], "#"
+            except (LookupError, TypeError, ValueError):
+                raise Refused(schema, f"$ref: {reference[:100]!r} points to nothing") from None
         if isinstance(found, dict) and id(found) not in self._places:
-            self._places.update({id(part): place for place, part in parts(found, pointer) if isinstance(part, dict)})
+            found_parts = parts(found, "/".join([place, *steps]))
+            self._places.update({id(part): place for place, part in found_parts if isinstance(part, dict)})
+        return found
+
+    def _document(self, schema: Fact) -> tuple[Schema, str]:
+        """What references in a part begin at, and its place: the innermost part around it with an "$id"."""
+        steps = self._places.get(id(schema), "#").split("/")[1:]
+        found: tuple[Schema, str] = self._root, "#"
+        for number, part in enumerate(_below(self._root, steps), 1):
+            name = part.get("$id") if isinstance(part, dict) else None
+            if isinstance(name, str) and not name.startswith("#"):
+                found = part, "/".join(["#", *steps[:number]])
         return found
 
     def _both(self, some: Sequence[Case], others: Sequence[Case], part: Schema) -> list[Case]:
@@ -306,6 +320,15 @@ class _Cases:
                 fits = any(_fits(name, facts) for kind, facts in self.cases(names) if kind == "string")
                 found.append(fits)
         return tuple(found)
+
+
+def _below(root: Schema, steps: Sequence[str]) -> list[Schema]:
+    """What is below a schema, step by step of a JSON pointer."""
+    found = [root]
+    for step in steps:
+        name = step.replace("~1", "/").replace("~0", "~")
+        found.append(found[-1][int(name)] if isinstance(found[-1], list) else found[-1][name])
+    return found[1:]
 
 
 def key_of(view: View) -> tuple[int, ...]:

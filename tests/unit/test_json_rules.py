@@ -72,6 +72,7 @@ def test_numbers_in_the_arguments_of_calls_and_in_grammars_keep_their_digits():
     arguments = {"type": "object", "properties": {"id": {"const": BIG}}, "required": ["id"]}
     call = call_grammar({"f": {**arguments, "additionalProperties": False}}, several=False)
     for grammar, expected in (
+        (f'start: json0\njson0: %json {{"const": {BIG}}}', str(BIG)),
         (call, f'{HEAD}f{MIDDLE}{{"id":{BIG}}}{TAIL}'),
         (f'start: "%json: " x # %json\nx: %json {{"const": {BIG}}} /[ab]/', f"%json: {BIG}"),
     ):
@@ -225,6 +226,22 @@ TAKEN: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"a": 1, "b": 1}],
     ),
     "an anchor": ({"$ref": "#n", "$defs": {"x": {"$anchor": "n", "type": "null"}}}, [None], [1]),
+    "a document in the schema": (
+        {
+            "$defs": {
+                "a": {"type": "null"},
+                "b": {"$id": "b", "$defs": {"a": {"type": "integer"}}, "$ref": "#/$defs/a"},
+            },
+            "anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+        },
+        [None, 1],
+        ["a"],
+    ),
+    "a name with a slash": (
+        {"$defs": {"a/b c~": {"minimum": 3, "type": "integer"}}, "$ref": "#/$defs/a~1b%20c~0"},
+        [3],
+        [2, "a"],
+    ),
     "no endless part": (
         {"anyOf": [{"type": "null"}, {"type": "array", "minItems": 1, "items": {"$ref": "#/anyOf/1"}}]},
         [None],
