@@ -815,35 +815,38 @@ class _Writer(_Cases):
             raise Refused(None, f"minItems: must be at most {MAX_TIMES}, got {least}")
         if most > 1 and any(fact.get("uniqueItems") for fact in facts):
             raise Refused(None, "uniqueItems is not supported")
-        if contained:
-            return self._containing(facts, contained, least, most)
-        num_first = int(min(num_first, most))
+        if not contained:
+            return self._tuple(facts, least, most)
+        if len(contained) > 1 or MAX_DEPTH < most < math.inf or max(num_first, least) > MAX_DEPTH:
+            raise Refused(None, f"contains: is supported once, and with up to {MAX_DEPTH} items")
+        is_open = most == math.inf
+        num_ways = max(num_first, least - 1) if is_open else int(most)
+        ways = [self._tuple(facts, least, most, index, contained[0]) for index in range(num_ways)]
+        more = (*item(facts, num_ways), contained[0])
+        if is_open and not self.is_empty(more):  # one after the first items
+            other, first = self.rule(item(facts, num_ways)), [self.rule(item(facts, n)) for n in range(num_ways)]
+            begin = " ".join(f'{rule} ","' for rule in first)
+            ways.append(f'"[" {begin} ({other} ",")* {self.rule(more)} ("," {other})* "]"')
+        return " | ".join(filter(None, ways)) or None
+
+    def _tuple(
+        self, facts: Sequence[Fact], least: int, most: float, found_at: int = -1, found: Schema = True
+    ) -> str | None:
+        """An array, of which one item may keep to more."""
+        num_first, least = int(min(max(_num_first(facts), found_at + 1), most)), max(least, found_at + 1)
+        views = [(*item(facts, index), *([found] if index == found_at else [])) for index in range(num_first + 1)]
+        if found_at >= 0 and self.is_empty(views[found_at]):
+            return None
         if num_first - least > MAX_DEPTH:
             raise Refused(None, f"has more than {MAX_DEPTH} first items that may be missing")
-        rest = self.rule(item(facts, num_first)) if most > num_first else ""
+        rest = self.rule(views[num_first]) if most > num_first else ""
         text = _times(f'"," {rest}', max(least - max(num_first, 1), 0), most - max(num_first, 1))
         if not num_first and most:
             text = f"{rest} {text}" if least else f"({rest} {text})?"
         for index in reversed(range(num_first)):
-            text = f"""{'"," ' if index else ""}{self.rule(item(facts, index))} {text}"""
+            text = f"""{'"," ' if index else ""}{self.rule(views[index])} {text}"""
             text = text if index < least else f"({text})?"
         return f'"[" {text} "]"'
-
-    def _containing(self, facts: Sequence[Fact], contained: Sequence[Schema], least: int, most: float) -> str | None:
-        """An array, of which one item keeps to more."""
-        one = (*item(facts, 0), contained[0])
-        if self.is_empty(one):
-            return None
-        num_ways = int(most if most < math.inf else max(least, 1))
-        if _num_first(facts) or len(contained) > 1 or num_ways > MAX_DEPTH:
-            raise Refused(None, f"contains: is supported once, with items alone and up to {MAX_DEPTH} of them")
-        other, one_rule, ways = self.rule(item(facts, 0)), self.rule(one), []
-        for before in range(num_ways):
-            is_last = most == math.inf and before == num_ways - 1
-            begin = _times(f'{other} ","', before, math.inf if is_last else before)
-            end = _times(f'"," {other}', max(least - 1 - before, 0), most - 1 - before)
-            ways.append(f"{begin} {one_rule} {end}")
-        return f'"[" ({" | ".join(ways)}) "]"'
 
     def _object(self, facts: Sequence[Fact]) -> str | None:
         required = _required(facts)

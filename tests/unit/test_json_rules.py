@@ -197,6 +197,11 @@ TAKEN: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"a": 1}, {"b": 1, "c": 1}],
     ),
     "contains": ({"type": "array", "contains": {"const": 5}, "maxItems": 3}, [[5], [1, 5], [5, 5, 1]], [[], [1, 2, 3]]),
+    "contains, with first items": (
+        {"type": "array", "prefixItems": [{"type": "integer"}, {}], "contains": {"type": "string"}, "minItems": 1},
+        [[1, "a"], [1, 2, "a"], [1, "a", 3]],
+        [[1], ["a"], [1, 2, 3]],
+    ),
     "if": (
         {
             "type": "object",
