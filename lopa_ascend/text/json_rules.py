@@ -581,10 +581,19 @@ def _number(facts: Sequence[Fact]) -> str | None:
     multiples = [one for one in dict.fromkeys(multiples) if one > 1 or one.normalize().as_tuple().digits != (1,)]
     if multiples:
         return _multiple(multiples, whole, low, high)
+    if not whole:
+        low, high = _inside_bound(low, math.inf), _inside_bound(high, -math.inf)
     above = "" if high and (high[0] < 0 or (high[0] == 0 and high[1])) else _magnitude(low, high, is_fraction, places)
     least, most = (bound and (-bound[0], bound[1]) for bound in (high, low))
     below = "" if low and low[0] >= 0 else f'"-" {_magnitude(least, most, is_fraction, places)}'
     return " | ".join(filter(None, (above, below)))
+
+
+def _inside_bound(bound: Bound | None, towards: float) -> Bound | None:
+    """A bound that is allowed itself: the next 64-bit float. What rounds to an excluded one is excluded too."""
+    if bound is None or not bound[1] or not bound[0]:
+        return bound
+    return _exact(math.nextafter(float(bound[0]), towards)), False
 
 
 def _magnitude(low: Bound | None, high: Bound | None, is_fraction: bool, most_places: Sequence[int]) -> str:
@@ -594,12 +603,14 @@ def _magnitude(low: Bound | None, high: Bound | None, is_fraction: bool, most_pl
         if bound is None or (above and (bound[0] < 0 or (bound[0] == 0 and not bound[1]))):
             continue
         before, _, after = f"{bound[0]:f}".partition(".")
-        if len(before) > MOST_DIGITS:
-            if above:
-                raise Refused(None, f"a bound of more than {MOST_DIGITS} digits is not supported")
+        if len(before) > MOST_DIGITS and not above:
             continue  # beyond all numbers that are written
+        if max(len(before), len(after)) > MOST_DIGITS or (is_fraction and (len(before) > 9 or len(after) > 6)):
+            raise Refused(None, f"the bound {bound[0]:.6g} has too many digits")
         digits, places = max(digits, len(before) + above), max(places, len(after) + 1)
         terms.append(_side(before, after.rstrip("0"), above, bound[1]))
+    if is_fraction:  # which no 64-bit float rounds away
+        digits, places = 9, 6
     places = min(places, *most_places, places)
     form = WHOLE.format(digits - 1) + (PART.format(places) if places > 0 else "")
     return f"({' & '.join([f'/{form}/', *terms])})"
@@ -817,6 +828,9 @@ class _Writer(_Cases):
             raise Refused(None, "uniqueItems is not supported")
         if not contained:
             return self._tuple(facts, least, most)
+        for part in contained:
+            if all(self.is_empty((*item(facts, index), part)) for index in range(num_first + 1)):
+                return None
         if len(contained) > 1 or MAX_DEPTH < most < math.inf or max(num_first, least) > MAX_DEPTH:
             raise Refused(None, f"contains: is supported once, and with up to {MAX_DEPTH} items")
         is_open = most == math.inf
