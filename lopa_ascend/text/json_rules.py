@@ -107,6 +107,8 @@ def with_json_rules(grammar: str) -> str:
             except (ValueError, RecursionError) as error:
                 raise ParameterError("structured_outputs", f"grammar: %json: {error}") from None
             name = f"json{len(rules)}"
+            while name in grammar:  # so that no other rule has the name
+                name += "_"
             rules.append("\n".join(json_rules(schema, name)))
             pieces[-1] = pieces[-1].removesuffix(found[0]) + name
     return "\n".join(["".join([*pieces, grammar[position:]]), *rules])
@@ -193,25 +195,37 @@ class _Cases:
         reference = schema["$ref"]
         if not isinstance(reference, str):
             raise Refused(schema, "$ref: must be a text")
-        base = self._root.get("$id") or self._root.get("id")
-        pointer = reference.removeprefix(base.partition("#")[0]) if isinstance(base, str) else reference
-        found, (anchor, *steps) = self._root, unquote(pointer).removeprefix("#").split("/")
+        root, place = self._document(schema)
+        base = root.get("$id") or root.get("id")
+        pointer = unquote(reference.removeprefix(base.partition("#")[0]) if isinstance(base, str) else reference)
+        anchor, *steps = pointer.removeprefix("#").split("/")
         if anchor and pointer.startswith("#"):
-            for _, part in parts(self._root):
+            for _, part in parts(root):
                 names = [part.get("$id"), part.get("id"), f"#{part.get('$anchor')}"] if isinstance(part, dict) else []
                 if pointer in names:
                     return part
         if not pointer.startswith("#") or anchor:
             raise Refused(schema, f"$ref: {reference[:100]!r} is not in the schema; write it as #/...")
-        for step in (step.replace("~1", "/").replace("~0", "~") for step in steps):
-            if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                found = found[int(step)]
-            elif isinstance(found, dict) and step in found:
-                found = found[step]
-            elif step or found is not self._root:
-                raise Refused(schema, f"$ref: {reference[:100]!r} points to nothing")
+        try:
+            found = root if steps in ([], [""]) else _below(root, steps)[-1]
+        except (LookupError, TypeError, ValueError):
+            try:  # for many who write "$id" it is only a name
+                found, place = _below(self._root, steps)[-1], "#"
+            except (LookupError, TypeError, ValueError):
+                raise Refused(schema, f"$ref: {reference[:100]!r} points to nothing") from None
         if isinstance(found, dict) and id(found) not in self._places:
-            self._places.update({id(part): place for place, part in parts(found, pointer) if isinstance(part, dict)})
+            found_parts = parts(found, "/".join([place, *steps]))
+            self._places.update({id(part): place for place, part in found_parts if isinstance(part, dict)})
+        return found
+
+    def _document(self, schema: Fact) -> tuple[Schema, str]:
+        """What references in a part begin at, and its place: the innermost part around it with an "$id"."""
+        steps = self._places.get(id(schema), "#").split("/")[1:]
+        found: tuple[Schema, str] = self._root, "#"
+        for number, part in enumerate(_below(self._root, steps), 1):
+            name = part.get("$id") if isinstance(part, dict) else None
+            if isinstance(name, str) and not name.startswith("#"):
+                found = part, "/".join(["#", *steps[:number]])
         return found
 
     def _both(self, some: Sequence[Case], others: Sequence[Case], part: Schema) -> list[Case]:
@@ -306,6 +320,15 @@ class _Cases:
                 fits = any(_fits(name, facts) for kind, facts in self.cases(names) if kind == "string")
                 found.append(fits)
         return tuple(found)
+
+
+def _below(root: Schema, steps: Sequence[str]) -> list[Schema]:
+    """What is below a schema, step by step of a JSON pointer."""
+    found = [root]
+    for step in steps:
+        name = step.replace("~1", "/").replace("~0", "~")
+        found.append(found[-1][int(name)] if isinstance(found[-1], list) else found[-1][name])
+    return found[1:]
 
 
 def key_of(view: View) -> tuple[int, ...]:
@@ -558,10 +581,19 @@ def _number(facts: Sequence[Fact]) -> str | None:
     multiples = [one for one in dict.fromkeys(multiples) if one > 1 or one.normalize().as_tuple().digits != (1,)]
     if multiples:
         return _multiple(multiples, whole, low, high)
+    if not whole:
+        low, high = _inside_bound(low, math.inf), _inside_bound(high, -math.inf)
     above = "" if high and (high[0] < 0 or (high[0] == 0 and high[1])) else _magnitude(low, high, is_fraction, places)
     least, most = (bound and (-bound[0], bound[1]) for bound in (high, low))
     below = "" if low and low[0] >= 0 else f'"-" {_magnitude(least, most, is_fraction, places)}'
     return " | ".join(filter(None, (above, below)))
+
+
+def _inside_bound(bound: Bound | None, towards: float) -> Bound | None:
+    """A bound that is allowed itself: the next 64-bit float. What rounds to an excluded one is excluded too."""
+    if bound is None or not bound[1] or not bound[0]:
+        return bound
+    return _exact(math.nextafter(float(bound[0]), towards)), False
 
 
 def _magnitude(low: Bound | None, high: Bound | None, is_fraction: bool, most_places: Sequence[int]) -> str:
@@ -571,12 +603,14 @@ def _magnitude(low: Bound | None, high: Bound | None, is_fraction: bool, most_pl
         if bound is None or (above and (bound[0] < 0 or (bound[0] == 0 and not bound[1]))):
             continue
         before, _, after = f"{bound[0]:f}".partition(".")
-        if len(before) > MOST_DIGITS:
-            if above:
-                raise Refused(None, f"a bound of more than {MOST_DIGITS} digits is not supported")
+        if len(before) > MOST_DIGITS and not above:
             continue  # beyond all numbers that are written
+        if max(len(before), len(after)) > MOST_DIGITS or (is_fraction and (len(before) > 9 or len(after) > 6)):
+            raise Refused(None, f"the bound {bound[0]:.6g} has too many digits")
         digits, places = max(digits, len(before) + above), max(places, len(after) + 1)
         terms.append(_side(before, after.rstrip("0"), above, bound[1]))
+    if is_fraction:  # which no 64-bit float rounds away
+        digits, places = 9, 6
     places = min(places, *most_places, places)
     form = WHOLE.format(digits - 1) + (PART.format(places) if places > 0 else "")
     return f"({' & '.join([f'/{form}/', *terms])})"
@@ -792,35 +826,41 @@ class _Writer(_Cases):
             raise Refused(None, f"minItems: must be at most {MAX_TIMES}, got {least}")
         if most > 1 and any(fact.get("uniqueItems") for fact in facts):
             raise Refused(None, "uniqueItems is not supported")
-        if contained:
-            return self._containing(facts, contained, least, most)
-        num_first = int(min(num_first, most))
+        if not contained:
+            return self._tuple(facts, least, most)
+        for part in contained:
+            if all(self.is_empty((*item(facts, index), part)) for index in range(num_first + 1)):
+                return None
+        if len(contained) > 1 or MAX_DEPTH < most < math.inf or max(num_first, least) > MAX_DEPTH:
+            raise Refused(None, f"contains: is supported once, and with up to {MAX_DEPTH} items")
+        is_open = most == math.inf
+        num_ways = max(num_first, least - 1) if is_open else int(most)
+        ways = [self._tuple(facts, least, most, index, contained[0]) for index in range(num_ways)]
+        more = (*item(facts, num_ways), contained[0])
+        if is_open and not self.is_empty(more):  # one after the first items
+            other, first = self.rule(item(facts, num_ways)), [self.rule(item(facts, n)) for n in range(num_ways)]
+            begin = " ".join(f'{rule} ","' for rule in first)
+            ways.append(f'"[" {begin} ({other} ",")* {self.rule(more)} ("," {other})* "]"')
+        return " | ".join(filter(None, ways)) or None
+
+    def _tuple(
+        self, facts: Sequence[Fact], least: int, most: float, found_at: int = -1, found: Schema = True
+    ) -> str | None:
+        """An array, of which one item may keep to more."""
+        num_first, least = int(min(max(_num_first(facts), found_at + 1), most)), max(least, found_at + 1)
+        views = [(*item(facts, index), *([found] if index == found_at else [])) for index in range(num_first + 1)]
+        if found_at >= 0 and self.is_empty(views[found_at]):
+            return None
         if num_first - least > MAX_DEPTH:
             raise Refused(None, f"has more than {MAX_DEPTH} first items that may be missing")
-        rest = self.rule(item(facts, num_first)) if most > num_first else ""
+        rest = self.rule(views[num_first]) if most > num_first else ""
         text = _times(f'"," {rest}', max(least - max(num_first, 1), 0), most - max(num_first, 1))
         if not num_first and most:
             text = f"{rest} {text}" if least else f"({rest} {text})?"
         for index in reversed(range(num_first)):
-            text = f"""{'"," ' if index else ""}{self.rule(item(facts, index))} {text}"""
+            text = f"""{'"," ' if index else ""}{self.rule(views[index])} {text}"""
             text = text if index < least else f"({text})?"
         return f'"[" {text} "]"'
-
-    def _containing(self, facts: Sequence[Fact], contained: Sequence[Schema], least: int, most: float) -> str | None:
-        """An array, of which one item keeps to more."""
-        one = (*item(facts, 0), contained[0])
-        if self.is_empty(one):
-            return None
-        num_ways = int(most if most < math.inf else max(least, 1))
-        if _num_first(facts) or len(contained) > 1 or num_ways > MAX_DEPTH:
-            raise Refused(None, f"contains: is supported once, with items alone and up to {MAX_DEPTH} of them")
-        other, one_rule, ways = self.rule(item(facts, 0)), self.rule(one), []
-        for before in range(num_ways):
-            is_last = most == math.inf and before == num_ways - 1
-            begin = _times(f'{other} ","', before, math.inf if is_last else before)
-            end = _times(f'"," {other}', max(least - 1 - before, 0), most - 1 - before)
-            ways.append(f"{begin} {one_rule} {end}")
-        return f'"[" ({" | ".join(ways)}) "]"'
 
     def _object(self, facts: Sequence[Fact]) -> str | None:
         required = _required(facts)
