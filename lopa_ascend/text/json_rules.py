@@ -919,7 +919,11 @@ class _Writer(_Cases):
         """Rules of the properties that are not named: those of each pattern alone, and those of none."""
         patterns = dict.fromkeys(pattern for fact in facts for pattern in fact.get("patternProperties") or ())
         kinds = [fact["propertyNames"] for fact in facts if fact.get("propertyNames") is not None]
-        kept = [more for kind, more in self.of(tuple(kinds)) if kind == "string"]
+        kept = [
+            more
+            for kind, more in self.of(tuple(kinds))
+            if kind == "string" and not any("const" in fact and fact["const"] in names for fact in more)
+        ]
         is_free = not patterns and [scalar("string", more) for more in kept] == [STRING]
         found = []
         for pattern in (*patterns, None):

@@ -355,3 +355,12 @@ def _check_random_answer(schema: Any, judge: Any, seed: int) -> None:
         followed.accept(tokens[-1:])
     if followed.is_complete:
         assert judge.is_valid(json.loads(tiny_tokenizer().decode(tokens))), (seed, schema)
+
+
+def test_a_record_of_known_names_has_no_others():
+    names = {"propertyNames": {"type": "string", "enum": ["red", "blue"]}, "required": ["red", "blue"]}
+    schema = {"type": "object", **names, "additionalProperties": {"type": "boolean"}}
+    followed = matcher(schema)
+    tokens = tiny_tokenizer().encode('{"red":true,"blue":false')
+    assert followed.accept(tokens) == len(tokens)
+    assert tiny_tokenizer().decode(followed.forced()) == "}"
