@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -49,3 +50,14 @@ def test_a_server_of_several_ranks_says_what_they_do() -> None:
         wide = {**body, "temperature": 1.0, "top_k": 257}
         assert refused(server.http.post("/v1/chat/completions", json=wide))["param"] == "top_k"
         assert server.http.post("/v1/chat/completions", json={**wide, "top_k": 256}).status_code == 200
+
+        def texts(form: dict[str, str]) -> str:
+            answer = server.http.post("/v1/chat/completions", json={**body, **form})
+            return str(answer.json()["choices"][0]["message"]["content"])
+
+        # Rank 0 says when the ranks, each of which compiles the grammars by itself, begin a request.
+        forms = [{}, *({"guided_regex": f"[0-9]{{{n}}}"} for n in (2, 3, 5)), {}]
+        with ThreadPoolExecutor() as threads:
+            found = list(threads.map(texts, forms))
+        assert found[0] == found[-1] == answer.json()["choices"][0]["message"]["content"]
+        assert [len(text) for text in found[1:-1]] == [2, 3, 5]
