@@ -11,8 +11,8 @@ from lopa_ascend.types import Thinking
 class ThinkingMatcher:
     """Follows thoughts, whose tokens are free up to the closing mark, and then the answer; see ``Matcher``.
 
-    If the prompt has not opened the thoughts, the first token decides: the opening mark, if it
-    is one token, or one of the answer.
+    If the prompt has not opened the thoughts, the first token decides: the opening mark, if it is one token, or one of
+    the answer.
 
     Args:
         answer: follows the answer, and is at its beginning.
