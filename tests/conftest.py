@@ -14,6 +14,8 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # The tests' models are so small that a second thread takes time. What it could change, tests with ``threads`` ask.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Each engine writes its whole KV pool once. With huge pages that takes a third of the time.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest

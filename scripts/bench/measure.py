@@ -94,7 +94,7 @@ def decode(
     batches = [prompts[first : first + together] for first in range(0, len(prompts), together)]
     if cached:
         # With full attention a prompt is kept together with the first block that it was computed with.
-        first_block = replace(params, max_new_tokens=params.block_size)
+        first_block = replace(params, max_new_tokens=min(params.block_size, params.max_new_tokens))
         for batch in batches:
             llm.generate(batch, first_block, quiet=True)
     outputs: list[GenerationOutput] = []

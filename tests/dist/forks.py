@@ -13,14 +13,15 @@ import functools
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from lopa_ascend.parallel.launch import Rendezvous, free_port
 
@@ -42,26 +43,47 @@ def run(world_size: int, module: str, arguments: Sequence[str], folder: Path) ->
     port = free_port()
     meetings = [Rendezvous.on_this_machine(rank, world_size, port).environment() for rank in range(world_size)]
     errors = [folder / f"stderr.{rank}" for rank in range(world_size)]
-    task = {
-        "argv": [module, *arguments],
-        "environments": meetings if world_size > 1 else [{}],
-        "errors": [str(file) for file in errors],
-    }
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write(json.dumps(task) + "\n")
-    server.stdin.flush()
-    answer = server.stdout.readline()
-    statuses = json.loads(answer) if answer else "the process that forks ranks has ended"
+    environments = meetings if world_size > 1 else [{}]
+    statuses = _ask({"argv": [module, *arguments], "environments": environments, "errors": list(map(str, errors))})
     assert statuses == [0] * world_size, f"{statuses}\n" + "\n".join(file.read_text() for file in errors)
 
 
+class Ended(NamedTuple):
+    """A script that has ended."""
+
+    status: int | None
+    """None: it was killed after ``TIMEOUT``."""
+    output: str
+    error: str
+
+
+def script(code: str, folder: Path, environment: Mapping[str, str]) -> Ended:
+    """Runs a script as `python -c` would, but for the imports and what a script does at its very end."""
+    file, output, error = (folder / f"script.{name}" for name in ("py", "output", "error"))
+    file.write_text(code)
+    task = {"argv": [str(file)], "environments": [dict(environment)], "errors": [str(error)]}
+    (status,) = _ask(task | {"outputs": [str(output)]})
+    return Ended(status, output.read_text(), error.read_text())
+
+
+def _ask(task: dict[str, Any]) -> list[int | None]:
+    """The exit statuses of a task's processes."""
+    forks = server()
+    assert forks.stdin is not None
+    assert forks.stdout is not None
+    forks.stdin.write(json.dumps(task) + "\n")
+    forks.stdin.flush()
+    answer = forks.stdout.readline()
+    assert answer, "the process that forks ranks has ended"
+    statuses: list[int | None] = json.loads(answer)
+    return statuses
+
+
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def server() -> subprocess.Popen[str]:
     """The process that forks; it ends when its stdin closes."""
     command = [sys.executable, "-m", "tests.dist.forks"]
-    server = subprocess.Popen(
+    process = subprocess.Popen(
         command,
         cwd=ROOT,
         env={**os.environ, **ENVIRONMENT},
@@ -69,8 +91,8 @@ def _server() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    atexit.register(server.communicate)
-    return server
+    atexit.register(process.communicate)
+    return process
 
 
 # ---- the process that forks ------------------------------------------------------------------------------------------
@@ -83,13 +105,19 @@ def main() -> None:
         print(json.dumps(_run_ranks(**json.loads(line))), flush=True)
 
 
-def _run_ranks(argv: Sequence[str], environments: Sequence[dict[str, str]], errors: Sequence[str]) -> list[int | None]:
+def _run_ranks(
+    argv: Sequence[str],
+    environments: Sequence[dict[str, str]],
+    errors: Sequence[str],
+    outputs: Sequence[str] | None = None,
+) -> list[int | None]:
     """Forks all ranks and waits for them; their exit statuses, None for those that were killed after ``TIMEOUT``."""
     ranks: dict[int, int] = {}
-    for rank, (environment, error) in enumerate(zip(environments, errors, strict=True)):
+    outputs = outputs or [os.devnull] * len(environments)
+    for rank, (environment, error, output) in enumerate(zip(environments, errors, outputs, strict=True)):
         pid = os.fork()
         if not pid:
-            _be_rank(argv, environment, error)
+            _be_rank(argv, environment, error, output)
         ranks[pid] = rank
     statuses: list[int | None] = [None] * len(environments)
     deadline = time.monotonic() + TIMEOUT
@@ -105,20 +133,24 @@ def _run_ranks(argv: Sequence[str], environments: Sequence[dict[str, str]], erro
     return statuses
 
 
-def _be_rank(argv: Sequence[str], environment: dict[str, str], error: str) -> NoReturn:
+def _be_rank(argv: Sequence[str], environment: dict[str, str], error: str, output: str) -> NoReturn:
     """What a fork does instead of returning."""
     status = 1
     try:
         os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # neither the tasks nor the answers are for ranks
-        os.dup2(0, 1)
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
         os.dup2(os.open(error, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         os.environ.update(environment)
         sys.argv = list(argv)
-        importlib.import_module(argv[0]).main()
+        if argv[0].endswith(".py"):
+            runpy.run_path(argv[0], run_name="__main__")
+        else:
+            importlib.import_module(argv[0]).main()
         status = 0
     finally:
         if status:
             traceback.print_exc()
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 

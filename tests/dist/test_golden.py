@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,15 +11,27 @@ import pytest
 from tests import golden
 from tests.dist import ranks
 from tests.dream_checkpoint import open_checkpoint
-from tests.tiers import slow_but
 
 CASES = [case for case in golden.CASES if case != golden.MASK_CHOSEN]
 
 
+SIZES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2)]
+ONE_OF_EACH_KIND = [next(case for case in cases if case in CASES) for cases in golden.cases_by_kind().values()]
+
+
 @pytest.mark.multirank
-@pytest.mark.parametrize(("tp", "bp"), slow_but([(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2)], [(2, 2)]))
+@pytest.mark.parametrize(("tp", "bp"), [pytest.param(*size, marks=pytest.mark.slow) for size in SIZES])
 def test_all_cases(tp: int, bp: int, tmp_path: Path) -> None:
-    traces = {case: golden.read(case) for case in CASES}
+    check(CASES, tp, bp, tmp_path)
+
+
+@pytest.mark.multirank
+def test_one_case_of_each_kind(tmp_path: Path) -> None:
+    check(ONE_OF_EACH_KIND, 2, 2, tmp_path)
+
+
+def check(chosen: Sequence[str], tp: int, bp: int, tmp_path: Path) -> None:
+    traces = {case: golden.read(case) for case in chosen}
     by_model: dict[Path, list[str]] = {}
     for case, trace in traces.items():
         model = golden.model_path(trace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,20 @@ pytestmark = pytest.mark.multirank
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """The processes that the engine starts; the third one cannot be started."""
-    processes: list[subprocess.Popen[bytes]] = []
+    """The ranks that the engine starts; the third one cannot be started."""
+    ranks: list[subprocess.Popen[bytes]] = []
     start: Any = subprocess.Popen
 
-    def noted(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
-        if len(processes) == 2:
+    def noted(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        if "lopa_ascend.engine.follower" not in command:
+            return start(command, **options)
+        if len(ranks) == 2:
             raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-        processes.append(start(*args, **options))
-        return processes[-1]
+        ranks.append(start(command, **options))
+        return ranks[-1]
 
     monkeypatch.setattr(subprocess, "Popen", noted)
-    return processes
+    return ranks
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def path(tmp_path: Path) -> str:
 def test_ranks_end_if_a_later_one_cannot_be_started(path: str, started: list[subprocess.Popen[bytes]]) -> None:
     with pytest.raises(OSError, match="temporarily unavailable"):
         LLM(path, branch_parallel_size=4, threads=1)
-    assert [process.poll() is not None for process in started] == [True, True]
+    assert [rank.poll() is not None for rank in started] == [True, True]
 
 
 def test_ranks_end_if_what_follows_their_start_is_interrupted(

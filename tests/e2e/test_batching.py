@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,8 +75,13 @@ def test_tokens_are_the_same_alone_and_among_sixteen_others(path: str, seed: int
     assert not narrow.stats().pages_in_use
 
 
-@pytest.mark.parametrize("window", ["block_causal", "full"])
-@pytest.mark.parametrize("length", [5, 128, 150, 300])
+@pytest.mark.parametrize(
+    ("length", "window"),
+    slow_but(
+        itertools.product((5, 128, 150, 300), ("block_causal", "full")),
+        [(5, "full"), (128, "block_causal"), (300, "full")],
+    ),
+)
 def test_an_equal_prompt_is_not_computed_again(path: str, window: str, length: int) -> None:
     prompt = [4 + i % 190 for i in range(length)]
     params = DecodingParams(num_branches=3, block_size=8, max_new_tokens=40, tau_conf=0.5, window_attention=window)
@@ -222,7 +228,7 @@ def test_no_step_writes_a_cache_position_twice_and_every_branch_has_its_rank(pat
     assert stats.idle_rows == 0
 
 
-@pytest.mark.parametrize("window", ["block_causal", "full"])
+@pytest.mark.parametrize("window", slow_but(["block_causal", "full"], ["full"]))
 def test_as_windows_grow_a_step_has_fewer_branches_and_the_same_tokens_among_others(path: str, window: str) -> None:
     """Blocks that stay unfinished for long make windows of several blocks, too long for all branches together."""
     most = 200

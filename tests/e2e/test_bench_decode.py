@@ -107,7 +107,7 @@ def decoded(*options: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]
 
 
 def test_the_bundled_model_is_measured_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--prompts", "2", "--new-tokens", "32", "--branches", "0", "3", "--rounds", "2")
+    options = ("--prompts", "2", "--new-tokens", "16", "--branches", "0", "3", "--rounds", "2")
     found = decoded(*options, capsys=capsys)
     assert (found["model"], found["threads"], found["graph_mode"]) == ("bundled", 1, "eager")
     assert [one["k"] for one in found["decodes"]] == [0, 3]
@@ -127,13 +127,13 @@ def test_every_combination_is_decoded_and_prompts_may_be_computed_before(
     write_dream(tmp_path, vocab_size=32000)
     monkeypatch.setattr(workload, "RANDOM_MODEL", tmp_path)
     options = (
-        "--random --cached-prompts --new-tokens 32 --windows full --requests 1 3 --prompt-tokens 8 200 --branches 0 2"
+        "--random --cached-prompts --new-tokens 16 --windows full --requests 1 3 --prompt-tokens 8 200 --branches 0 2"
     )
     found = decoded(*options.split(), capsys=capsys)
     steps = {}
     for one in found["decodes"]:
         steps[one["prompt_tokens"], one["requests"], one["k"]] = one["model_tokens"] / one["steps"]
-        assert one["tokens"] == 32 * one["requests"]
+        assert one["tokens"] == 16 * one["requests"]
     assert len(steps) == len(found["decodes"]) == 2 * 2 * 2
     for prompt in (8, 200):
         assert steps[prompt, 3, 0] > steps[prompt, 1, 0]

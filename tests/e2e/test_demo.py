@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -74,10 +75,12 @@ def test_the_checkpoint_is_small() -> None:
     assert sum(file.stat().st_size for file in files) <= 20e6
 
 
-def test_the_examples_run() -> None:
+def test_the_examples_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def run(name: str, *arguments: str, typed: str = "") -> str:
-        command = [sys.executable, f"examples/{name}.py", *arguments]
-        return subprocess.run(command, cwd=ROOT, input=typed, capture_output=True, text=True, check=True).stdout
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
 
     question = "Tom has 3 pens. Tom buys 4 more pens. How many pens does Tom have now?"
     assert "#### 7" in run("chat", typed=f"{question}\n\n")

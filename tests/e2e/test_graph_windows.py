@@ -63,7 +63,7 @@ def test_sequences_fill_the_largest_buckets_one_after_the_other(path: str) -> No
     assert stats.idle_rows == 7 * 10 * (num_forwards - 1)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", slow_but([True, False], [True]))
 def test_windows_that_no_graph_holds_have_as_many_branches_as_an_eager_step_may_compute(path: str, ahead: bool) -> None:
     options = {"max_num_batched_tokens": 400, "graph_params": GraphParams(num_branches=7, block_size=16)}
     params = DecodingParams(

@@ -18,6 +18,7 @@ from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.engine import BROKEN_OFF, Engine
 from lopa_ascend.llm import deferred_interrupts
+from tests.tiers import slow_but
 from tests.tiny import write_dream
 
 PARAMS = DecodingParams(block_size=8, max_new_tokens=24, tau_conf=0.5, num_branches=2, ignore_eos=True)
@@ -68,23 +69,25 @@ def is_idle(llm: LLM) -> bool:
     return (stats.num_running, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("after", [False, True])
+PLACES = (
+    "add",
+    "abort",
+    "step",
+    "_update",
+    "scheduler.plan",
+    "scheduler.advance",
+    "scheduler.allocator.allocate",
+    "scheduler.allocator.release",
+    "scheduler.allocator.share",
+    "scheduler.allocator.give_to_cache",
+    "runner.eager.run",
+    "runner.eager.commit",
+)
+
+
 @pytest.mark.parametrize(
-    "place",
-    [
-        "add",
-        "abort",
-        "step",
-        "_update",
-        "scheduler.plan",
-        "scheduler.advance",
-        "scheduler.allocator.allocate",
-        "scheduler.allocator.release",
-        "scheduler.allocator.share",
-        "scheduler.allocator.give_to_cache",
-        "runner.eager.run",
-        "runner.eager.commit",
-    ],
+    ("place", "after"),
+    slow_but(itertools.product(PLACES, (False, True)), list(zip(PLACES, itertools.cycle((False, True)), strict=False))),
 )
 def test_wherever_ctrl_c_is_pressed_the_call_ends_and_another_stream_goes_on(
     llm: LLM, place: str, after: bool, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ from scripts.eval import latex, paper_tables
 from scripts.eval.paper_rows import METRICS, TABLES, models_of, rows_of
 from scripts.eval.paper_run import Checkpoint, Options, TableRun
 
-SMALL = ("--limit", "2", "--max-new-tokens", "64", "--threads", "1")
+SMALL = ("--limit", "2", "--max-new-tokens", "32", "--threads", "1")
 
 
 def read_csv(folder: Path) -> list[dict[str, str]]:

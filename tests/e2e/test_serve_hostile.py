@@ -16,6 +16,7 @@ import pytest
 from lopa_ascend.serve.http import connections
 from tests.e2e.conftest import ServerProcess, running
 from tests.e2e.serving import refused
+from tests.tiers import slow_but
 
 MAX_DELAY = 1.0
 """Most seconds by which a neighbour may be delayed."""
@@ -118,7 +119,7 @@ def in_chunks(body: bytes) -> bytes:
     return b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
 
 
-@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize("key", slow_but([None, KEY], [KEY]))
 def test_bodies_that_come_byte_by_byte_in_chunks(model_dir: Path, key: str | None):
     data = in_chunks(json.dumps({"prompt": "x" * 300_000}).encode())
 

@@ -23,6 +23,7 @@ from lopa_ascend.graph.fusion.model import FusedModel, fuse_model
 from lopa_ascend.graph.fusion.trace import trace
 from lopa_ascend.model.plain import Attend, build_module
 from tests.plain_dream import OPS, as_plain, hidden_states, kept_traces, load, registered, tail
+from tests.tiers import slow_but
 from tests.tiny import write_dream
 
 
@@ -39,16 +40,16 @@ def kept() -> Iterator[None]:
         yield
 
 
+TIED: dict[str, Any] = {"tie": True, "bias": False, "kv_heads": 4, "shards": 3}
+SMALL: dict[str, Any] = {"head_dim": 16, "kv_heads": 1, "layers": 1, "dtype": torch.bfloat16}
+
+
 # ---- the same as Dream -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"tie": True, "bias": False, "kv_heads": 4, "shards": 3},
-        {"head_dim": 16, "kv_heads": 1, "layers": 1, "dtype": torch.bfloat16},
-    ],
+    slow_but([{}, TIED, SMALL], [TIED, SMALL]),
     ids=str,
 )
 @pytest.mark.usefixtures("kept")
@@ -231,7 +232,12 @@ class Bare(PlainDream):
         return results[-1]
 
 
-@pytest.mark.parametrize(("build", "early"), [(PlainDream, True), (Scaled, True), (Shuffled, False), (Bare, False)])
+@pytest.mark.parametrize(
+    ("build", "early"),
+    slow_but(
+        [(PlainDream, True), (Scaled, True), (Shuffled, False), (Bare, False)], [(Scaled, True), (Shuffled, False)]
+    ),
+)
 @pytest.mark.usefixtures("kept")
 def test_only_wanted_rows_are_computed_behind_the_last_attention(
     path: Path, build: type[PlainDream], early: bool

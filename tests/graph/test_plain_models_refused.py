@@ -20,6 +20,7 @@ from lopa_ascend.engine.models import open_model
 from lopa_ascend.model.plain import Attend
 from lopa_ascend.model.registry import find_plain, known_models, register_model
 from tests.plain_dream import MODEL_TYPE, OPS, as_plain, load, registered, tail
+from tests.tiers import slow_but
 from tests.tiny import write_dream
 
 
@@ -152,7 +153,11 @@ TAILS = {
 }
 
 
-@pytest.mark.parametrize("function", TAILS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function",
+    slow_but(TAILS, (branches, selects, counts, remembers, makes, narrows, chooses)),
+    ids=lambda function: function.__name__,
+)
 def test_a_forward_that_is_no_graph_is_refused_by_its_line(tmp_path: Path, function: Callable[..., Any]) -> None:
     path = as_plain(write_dream(tmp_path / "dream", layers=1), tmp_path / "plain")
     assert re.search(TAILS[function], refusal(path, tail(function)))
@@ -168,17 +173,17 @@ def attends(change: Callable[[Attend, int, Tensor, Tensor, Tensor], Tensor]) -> 
     return Changed
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda attend, n, q, k, v: attend(0, q, k, v), "forward calls attend 2 times for layer 0, expected once"),
-        (lambda attend, n, q, k, v: q.flatten(1), "forward calls attend 0 times for layer 0, expected once"),
-        (lambda attend, n, q, k, v: attend(n + 1, q, k, v), "attend: layer is 2, expected a number from 0 to 1"),
-        (lambda attend, n, q, k, v: attend(n, q, k, v[:, :1]), "attend: v has shape [T, 1, 8], expected [T, 2, 8]"),
-        (lambda attend, n, q, k, v: attend(n, q[:, :3], k, v), "attend: q has shape [T, 3, 8], expected [T, H, 8]"),
-        (lambda attend, n, q, k, v: attend(n, q, k.bfloat16(), v), "attend: k has dtype bfloat16, expected float32"),
-    ],
-)
+WRONG: list[tuple[Callable[..., Tensor], str]] = [
+    (lambda attend, n, q, k, v: attend(0, q, k, v), "forward calls attend 2 times for layer 0, expected once"),
+    (lambda attend, n, q, k, v: q.flatten(1), "forward calls attend 0 times for layer 0, expected once"),
+    (lambda attend, n, q, k, v: attend(n + 1, q, k, v), "attend: layer is 2, expected a number from 0 to 1"),
+    (lambda attend, n, q, k, v: attend(n, q, k, v[:, :1]), "attend: v has shape [T, 1, 8], expected [T, 2, 8]"),
+    (lambda attend, n, q, k, v: attend(n, q[:, :3], k, v), "attend: q has shape [T, 3, 8], expected [T, H, 8]"),
+    (lambda attend, n, q, k, v: attend(n, q, k.bfloat16(), v), "attend: k has dtype bfloat16, expected float32"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), slow_but(WRONG, [WRONG[0], WRONG[3], WRONG[5]]))
 def test_a_wrong_attention_is_refused(path: Path, change: Callable[..., Tensor], words: str) -> None:
     assert words in refusal(path, attends(change))
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from lopa_ascend.checkpoint import Shard
 from lopa_ascend.config import ModelConfig
 from tests.dream_checkpoint import load
+from tests.tiers import slow_but
 from tests.tiny import dream_shapes, write_dream
 
 MB = 1_000_000
@@ -142,7 +143,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
-@pytest.mark.parametrize(("size", "lora"), [(1, False), (4, False), (4, True)])
+@pytest.mark.parametrize(("size", "lora"), slow_but([(1, False), (4, False), (4, True)], [(4, True)]))
 def test_peak_memory_is_the_part_and_one_tensor(models: Path, size: int, lora: bool) -> None:
     adapters = [models / "large-adapter", models / "small-adapter"] if lora else ["", ""]
     run = [sys.executable, "-c", MEASURE, models / "large", models / "small", *adapters, str(size)]

@@ -18,7 +18,7 @@ from lopa_ascend.decode import begin
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.verified import draft_ranks
 from lopa_ascend.types import RowPlan, RowResult, SequencePlan, StepRecord
-from tests.tiers import examples
+from tests.tiers import examples, slow_but
 
 MASK, EOS, VOCAB, PROMPT = 50, 7, 40, (1, 2, 3)
 
@@ -181,10 +181,21 @@ def test_exact_is_d2f(setup: dict, seed: int, depth: int) -> None:
     assert exact[3][: len(order)] == order
 
 
-@pytest.mark.parametrize("window", ["block_causal", "full"])
 @pytest.mark.parametrize(
-    ("acceptance", "depth", "least"),
-    [("verified", 1, 1.2), ("exact", 1, 1.05), ("verified", 4, 1.5), ("exact", 4, 1.2)],
+    ("acceptance", "depth", "least", "window"),
+    slow_but(
+        [
+            (acceptance, depth, least, window)
+            for acceptance, depth, least in (
+                ("verified", 1, 1.2),
+                ("exact", 1, 1.05),
+                ("verified", 4, 1.5),
+                ("exact", 4, 1.2),
+            )
+            for window in ("block_causal", "full")
+        ],
+        [("verified", 4, 1.5, "block_causal"), ("exact", 1, 1.05, "full")],
+    ),
 )
 def test_confirmed_branches_save_passes(window: str, acceptance: str, depth: int, least: float) -> None:
     setup: dict[str, Any] = {

@@ -410,11 +410,12 @@ class EngineClient:
         self._engine.kill()
 
     async def close(self) -> None:
-        """Ends everything, and returns when the engine process is gone."""
+        """Ends everything, and returns when the processes of the engine, of grammars and of chat templates are gone."""
         self.stop()
         if self._watcher is not None:
             self._watcher.cancel()
         await self._engine.close()
+        self.prompts.close()
 
 
 def _prompts(config: ServeConfig, chat_template: str | None, ready: Ready) -> Prompts:
