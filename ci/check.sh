@@ -6,8 +6,9 @@
 # Tests that fail run once more by themselves, because a busy machine misses deadlines that an idle one keeps.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-# Of two processes, each runs one file of tests after another; the files begin in the order of testpaths.
-processes=(-n 2 --dist loadfile --no-loadscope-reorder)
+# Of three processes, each runs one file of tests after another; the files begin in the order of testpaths. With two a core
+# would be idle for a fifth of the time, because many tests wait.
+processes=(-n 3 --dist loadfile --no-loadscope-reorder)
 tests=()
 case "${*:-}" in
     "")

@@ -176,6 +176,7 @@ def test_the_weights_take_the_memory_that_they_take_in_dream(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_an_installed_architecture_is_served_by_two_groups_of_branches(
     dream: Path, plain: Path, tmp_path: Path
