@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# All checks, with the tools on PATH, or those of .venv where it exists: ci/check.sh [--fast | --slow]
-# --fast runs the unit tests alone; --slow also the tests marked slow, which are long or repeat another case, and all examples
+# All checks, with the tools on PATH, or those of .venv where it exists: ci/check.sh [--fast | --ranks | --slow]
+# --fast runs the unit tests alone; --ranks those of several ranks, of which three files are in the ordinary run, alone;
+# --slow all tests, also those marked slow, which are long or repeat another case, and all examples
 # of properties instead of three of twenty.
 # mypy runs beside the tests. Every stage runs whatever the ones before it said; the exit status is 1 if any failed.
 # Tests that fail run once more by themselves, because a busy machine misses deadlines that an idle one keeps.
@@ -12,13 +13,15 @@ processes=(-n 3 --dist loadfile --no-loadscope-reorder)
 tests=()
 case "${*:-}" in
     "")
-        tests+=(-m "not slow" --hypothesis-profile=ordinary)
+        tests+=(-m "not slow" --hypothesis-profile=ordinary tests/{graph,torch,e2e,npu,unit,replicas,cuda})
+        tests+=(tests/dist/test_{golden,launch,serving}.py)
         # Inductor then compiles no trial programs for vector instructions, and code without them, in half the time.
         export TORCHINDUCTOR_VEC_ISA_OK=0
         ;;
     --slow) ;;
     --fast) tests+=(tests/unit -m "not slow" --hypothesis-profile=ordinary) ;;
-    *) echo "usage: ci/check.sh [--fast | --slow]" >&2 && exit 2 ;;
+    --ranks) tests+=(tests/dist -m "not slow" --hypothesis-profile=ordinary) ;;
+    *) echo "usage: ci/check.sh [--fast | --ranks | --slow]" >&2 && exit 2 ;;
 esac
 if [[ -z ${VIRTUAL_ENV:-} && -x .venv/bin/python ]]; then
     export PATH="$PWD/.venv/bin:$PATH"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv with the test tools if needed, then runs all checks: ./ci/test.sh [--fast | --slow]
+# Sets up .venv with the test tools if needed, then runs all checks: ./ci/test.sh [--fast | --ranks | --slow]
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/env.sh

@@ -102,14 +102,14 @@ def check(path: Path, prompt: list[int], params: DecodingParams, definition: typ
 # Of the random cases below, the ordinary tests have those that show every value of every setting once.
 
 
-@pytest.mark.parametrize("seed", slow_but(range(24), (0, 2, 3, 4, 6, 13, 22)))
+@pytest.mark.parametrize("seed", slow_but(range(24), (0, 3, 6, 13)))
 def test_parallel_decoding_is_that_of_the_definition(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     random_model(tmp_path, rng, seed)
     check(tmp_path, random_prompt(rng), random_params(rng, "parallel"), ParallelReference)
 
 
-@pytest.mark.parametrize("seed", slow_but(range(200, 232), (200, 201, 205, 212, 219, 223, 229)))
+@pytest.mark.parametrize("seed", slow_but(range(200, 232), (201, 205, 212, 223)))
 def test_vanilla_decoding_is_that_of_the_definition(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     random_model(tmp_path, rng, seed)
@@ -117,7 +117,7 @@ def test_vanilla_decoding_is_that_of_the_definition(seed: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("block_cache", ["prefix", "dual"])
-@pytest.mark.parametrize("seed", slow_but(range(300, 316), (300, 304, 309, 310, 311, 313)))
+@pytest.mark.parametrize("seed", slow_but(range(300, 316), (300, 309, 311)))
 def test_fast_dllm_is_that_of_the_definition(seed: int, block_cache: str, tmp_path: Path) -> None:
     rng = random.Random(seed)
     random_model(tmp_path, rng, seed)
@@ -125,7 +125,7 @@ def test_fast_dllm_is_that_of_the_definition(seed: int, block_cache: str, tmp_pa
     check(tmp_path, prompt, replace(params, block_cache=block_cache), FastDllmReference)
 
 
-@pytest.mark.parametrize("seed", slow_but(range(400, 424), (400, 401, 405, 406, 409, 412, 420)))
+@pytest.mark.parametrize("seed", slow_but(range(400, 424), (401, 405, 412, 420)))
 def test_lopa_over_parallel_decoding_is_that_of_the_definition(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     random_model(tmp_path, rng, seed)
@@ -142,7 +142,7 @@ def test_lopa_over_parallel_decoding_is_that_of_the_definition(seed: int, tmp_pa
 
 
 @pytest.mark.parametrize("block_cache", ["prefix", "dual"])
-@pytest.mark.parametrize("seed", slow_but(range(600, 612), (600, 601, 604, 605, 608, 609, 610, 611)))
+@pytest.mark.parametrize("seed", slow_but(range(600, 612), (600, 604, 608, 611)))
 def test_lopa_over_fast_dllm_is_that_of_the_definition(seed: int, block_cache: str, tmp_path: Path) -> None:
     rng = random.Random(seed)
     random_model(tmp_path, rng, seed)

@@ -67,7 +67,7 @@ def test_sequences_fill_the_largest_buckets_one_after_the_other(path: str) -> No
 def test_windows_that_no_graph_holds_have_as_many_branches_as_an_eager_step_may_compute(path: str, ahead: bool) -> None:
     options = {"max_num_batched_tokens": 400, "graph_params": GraphParams(num_branches=7, block_size=16)}
     params = DecodingParams(
-        num_branches=7, block_size=16, max_new_tokens=120, tau_conf=1.0, tau_add=0.1, ignore_eos=True
+        num_branches=7, block_size=16, max_new_tokens=80, tau_conf=1.0, tau_add=0.1, ignore_eos=True
     )
     asked = [([5 + n, 6, 7], params) for n in range(3)]
     served = engine(path, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,9 +138,12 @@ def test_what_no_model_could_fill_is_refused(llm: LLM) -> None:
             Gap(**sizes)
 
 
-def test_the_example_runs(models: dict[str, Path]) -> None:
-    command = [sys.executable, "examples/infill.py", str(models["dream"])]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def test_the_example_runs(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["infill.py", str(models["dream"])])
+    runpy.run_path(str(ROOT / "examples" / "infill.py"), run_name="__main__")
+    shown = capsys.readouterr().out
     assert shown.startswith("def median(")
     assert "assert median([3, 1, 2]) == 2\n" in shown
     assert "Dear Ms. Okafor" in shown

@@ -219,6 +219,7 @@ def test_engine_killed_while_idle(small: ServerProcess):
 # ---- time limits and the end -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # test_serve_openai_responses.py has one of another route
 def test_request_timeout(model_dir: Path):
     with running("--model", str(model_dir), "--request-timeout", "2.5") as server:
         stream = Stream(server, ENDLESS).begun()

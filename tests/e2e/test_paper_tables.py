@@ -57,6 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_our_numbers_stand_beside_the_papers(folder: Path):
     rows = read_csv(folder)
     assert len(rows) == 4 * 2
@@ -70,6 +71,7 @@ def test_our_numbers_stand_beside_the_papers(folder: Path):
     assert "| D2F-Dream | LoPA | gsm8k | 10.1, " in text
 
 
+@pytest.mark.slow
 def test_a_table_goes_on_row_by_row(folder: Path, monkeypatch: pytest.MonkeyPatch):
     before = {path: path.read_text() for path in folder.glob("*/samples.jsonl")}
     lost = folder / "D2F-Dream-LoPA-gsm8k" / "samples.jsonl"

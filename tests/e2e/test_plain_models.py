@@ -31,7 +31,7 @@ from tests.tiny import write_dream
 
 EXAMPLE = ROOT / "examples" / "plain_dream"
 BY_KIND = golden.cases_by_kind()
-ORDINARY = (("A", "block_causal", "max_prob"), ("B", "full", "margin"), ("C", "block_causal", "neg_entropy"))
+ORDINARY = (("A", "block_causal", "max_prob"), ("B", "full", "margin"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -137,7 +137,7 @@ def test_a_golden_case_through_inductor(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("plain_registered", "uncompiled")
 @pytest.mark.parametrize(
     ("dtype", "mode"),
-    slow_but(product(("float32", "bfloat16"), ("eager", "inductor")), [("float32", "inductor"), ("bfloat16", "eager")]),
+    slow_but(product(("float32", "bfloat16"), ("eager", "inductor")), [("bfloat16", "inductor")]),
 )
 def test_requests_of_all_kinds_get_what_dream_gives_to_the_last_bit(
     dream: Path, plain: Path, dtype: str, mode: str
