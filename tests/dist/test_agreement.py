@@ -28,7 +28,6 @@ def test_rank_that_differs_is_named_by_all(case: str, sizes: dict[str, int], mes
     assert re.fullmatch(message, errors[0].rstrip())
 
 
-@pytest.mark.slow
 def test_rank_stuck_in_its_own_work_is_given_up() -> None:
     """It goes on beating, for its other threads live."""
     leader, stuck = ranks.start(2, "-m", DIFFERING, "hang", '{"branch_parallel_size": 2}')

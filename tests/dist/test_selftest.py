@@ -35,7 +35,6 @@ mesh.close()
 """
 
 
-@pytest.mark.slow
 def test_all_reduces_are_timed_on_every_rank(tmp_path) -> None:
     out = tmp_path / "out.json"
     finish(start(2, "-c", RANK, str(out)))
