@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # All checks, with the tools on PATH, or those of .venv where it exists: ci/check.sh [--fast | --ranks | --slow]
-# --fast runs the unit tests alone; --ranks those of several ranks, of which three files are in the ordinary run, alone;
-# --slow all tests, also those marked slow, which are long or repeat another case, and all examples
-# of properties instead of three of twenty.
+# --fast runs the unit tests alone; --ranks the tests of several ranks alone, of which the ordinary run has two files; --slow
+# all tests, also those marked slow, which are long or repeat another case, and all examples of properties instead of three
+# of twenty.
 # mypy runs beside the tests. Every stage runs whatever the ones before it said; the exit status is 1 if any failed.
 # Tests that fail run once more by themselves, because a busy machine misses deadlines that an idle one keeps.
 set -uo pipefail
@@ -14,7 +14,7 @@ tests=()
 case "${*:-}" in
     "")
         tests+=(-m "not slow" --hypothesis-profile=ordinary tests/{graph,torch,e2e,npu,unit,replicas,cuda})
-        tests+=(tests/dist/test_{golden,launch,serving}.py)
+        tests+=(tests/dist/test_{golden,serving}.py)
         # Inductor then compiles no trial programs for vector instructions, and code without them, in half the time.
         export TORCHINDUCTOR_VEC_ISA_OK=0
         ;;

@@ -41,7 +41,7 @@ def job(family: str, variants: list[dict[str, Any]], **options: Any) -> dict[str
     ("family", "tp", "bp"),
     slow_but(
         [(family, *size) for family in FAMILIES for size in ((1, 2), (2, 2))],
-        [("sdar", 2, 2), ("llada2", 1, 2)],
+        [("sdar", 2, 2), ("llada", 2, 2), ("llada2", 2, 2)],
     ),
 )
 def test_ranks_decode_as_one_process(family: str, tp: int, bp: int, tmp_path: Path) -> None:

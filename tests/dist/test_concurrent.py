@@ -53,13 +53,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, An
     return ranks.generate(1, [job(True)], tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize(("tp", "bp"), slow_but([(1, 2), (2, 2), (4, 1), (1, 3)], [(2, 2)]))
+@pytest.mark.parametrize(("tp", "bp"), slow_but([(1, 2), (2, 2), (4, 1), (1, 3)], [(2, 2), (1, 3)]))
 def test_tokens_are_those_of_one_process(tp: int, bp: int, expected, tmp_path: Path) -> None:
     options = {"tensor_parallel_size": tp, "branch_parallel_size": bp}
     assert ranks.generate(tp * bp, [job(True, **options)], tmp_path) == expected
 
 
-@pytest.mark.slow  # so does it in tests/dist/test_faults.py
 def test_llm_starts_its_ranks_by_itself(expected, tmp_path: Path) -> None:
     """Without a main guard: nothing of the caller runs again in the other ranks."""
     options = {"branch_parallel_size": 2}

@@ -113,7 +113,7 @@ def test_killed_rank(tp: int, bp: int, rank: int, family: Family, tmp_path: Path
     with serving(None, log, *flags(tp, bp, max_num_seqs=4)) as server:
         outcome = asyncio.run(signal_under_load(server, family.rank(rank), signal.SIGKILL, clients=6))
     assert outcome.faults() == []
-    # Rank 0 may have been told so in the middle of an exchange, which it then names too.
+    # A rank that learns of it during an exchange names that exchange first.
     assert set(re.findall(r"rank . ends: (?:.*: )?(.*)", log.read_text())) == {f"rank {rank} has ended"}
 
 

@@ -131,7 +131,6 @@ def test_ranks_end_when_their_torchrun_is_killed(launched: Launched):
         time.sleep(0.2)
 
 
-@pytest.mark.slow
 def test_two_nodes_answer_and_end(launched: Launched):
     for rank in ("0", "1"):
         launched.launch("cluster", "--node-rank", rank, *launched.meeting(), "--tp", "1")

@@ -21,7 +21,7 @@ from tests.tiers import slow_but
 pytestmark = pytest.mark.multirank
 
 LOOKAHEADS = 4
-REQUEST = DecodingParams(num_branches=LOOKAHEADS, block_size=8, tau_conf=0.9995, max_new_tokens=48)
+REQUEST = DecodingParams(num_branches=LOOKAHEADS, block_size=8, tau_conf=0.9995, max_new_tokens=80)
 """So high a threshold that enough is undecided for all branches, also in steps that commit a block."""
 
 

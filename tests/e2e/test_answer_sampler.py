@@ -44,7 +44,6 @@ def whole(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lis
     return folder, sampled(llm, folder, SETTINGS, 2, 2)
 
 
-@pytest.mark.slow
 def test_every_answer_is_measured(whole: tuple[Path, list[Any]]) -> None:
     folder, lines = whole
     assert len({(line["setting"], line["run"], line["index"]) for line in lines}) == len(lines) == 2 * 2 * 2

@@ -37,16 +37,18 @@ def test_it_solves_held_out_problems_in_few_forward_passes(llm: LLM, count: int)
     assert lopa.tpf > d2f.tpf
 
 
-def test_branches_fill_more_in_longer_blocks(llm: LLM) -> None:
+@pytest.mark.parametrize("count", slow_but([8, 20], [8]))
+def test_branches_fill_more_in_longer_blocks(llm: LLM, count: int) -> None:
     """A floor below the 2.0 times that were measured on 500 problems."""
-    problems = read(8)
+    problems = read(count)
     d2f, lopa = (evaluate(llm, problems, decoding(num_branches=k, block_size=32)) for k in (0, 7))
     assert lopa.tpf > 1.5 * d2f.tpf
 
 
-def test_it_solves_problems_in_other_peoples_words(llm: LLM) -> None:
+@pytest.mark.parametrize("count", slow_but([20, 60], [20]))
+def test_it_solves_problems_in_other_peoples_words(llm: LLM, count: int) -> None:
     """A floor: 59 of the first 60 were solved."""
-    questions = read_set(HANDWRITTEN, 20)
+    questions = read_set(HANDWRITTEN, count)
     outcome = evaluate(llm, [(question.text, question.result) for question in questions], decoding(num_branches=0))
     assert outcome.accuracy >= 0.85
 

@@ -31,7 +31,7 @@ from tests.tiny import write_dream
 
 EXAMPLE = ROOT / "examples" / "plain_dream"
 BY_KIND = golden.cases_by_kind()
-ORDINARY = (("A", "block_causal", "max_prob"), ("B", "full", "margin"))
+ORDINARY = (("A", "block_causal", "max_prob"), ("B", "full", "margin"), ("C", "block_causal", "neg_entropy"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -176,7 +176,6 @@ def test_the_weights_take_the_memory_that_they_take_in_dream(
     )
 
 
-@pytest.mark.slow
 @pytest.mark.multirank
 def test_an_installed_architecture_is_served_by_two_groups_of_branches(
     dream: Path, plain: Path, tmp_path: Path

@@ -18,7 +18,6 @@ FEW = CASES[::4]
 """Cases whose ids are also scored as programs, which takes a process each."""
 
 
-@pytest.mark.slow
 def test_counts_are_those_that_the_published_code_reported():
     """Opened tokens, steps, and the dataset statistics from them, over all recorded runs."""
     samples, published, models = [], [], {}

@@ -82,7 +82,6 @@ def test_a_server_draws_seeds_and_returns_them(server: ServerProcess) -> None:
     assert greedy["seed"] is None
 
 
-@pytest.mark.slow
 def test_the_log_and_the_servers_seed(path: Path) -> None:
     def answers(seed: str | None) -> tuple[list[str], int, list[int]]:
         arguments = ["--model", str(path)] + (["--seed", seed] if seed else [])

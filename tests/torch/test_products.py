@@ -209,7 +209,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
-@pytest.mark.slow
 def test_kernels_for_many_numbers_of_rows_do_not_fill_the_memory() -> None:
     """oneDNN keeps kernels for each number of rows, by default up to a thousand: 614 MiB in this test."""
     if not torch.backends.mkldnn.is_available():

@@ -175,7 +175,6 @@ def test_int8_loses_less_with_factors(path: Path, tmp_path: Path) -> None:
     assert after < before / 2
 
 
-@pytest.mark.slow
 def test_the_script_writes_what_is_folded_and_quantised(path: Path, tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text("\n".join(json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in TEXTS))
