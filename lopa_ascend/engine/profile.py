@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from lopa_ascend.backend import load_profiler
-from lopa_ascend.backend.interface import Profile
+from lopa_ascend.backend.interface import RunningProfile
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.commands import PROFILE_NAME, ProfileError, StartProfile
 from lopa_ascend.parallel.mesh import Mesh
@@ -65,7 +65,7 @@ class Profiles:
         """The latest profile, until ``stop`` has told of it."""
         self._steps_left = 0
         """Of the profile, with those that are left out."""
-        self._profile: Profile | None = None
+        self._profile: RunningProfile | None = None
         """That of this rank, while it records."""
         self._failure: str | None = None
         self._numbers = itertools.count()
