@@ -23,10 +23,10 @@ from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.connections import connection_limit
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.openai.request import check_defaults
-from lopa_ascend.serve.replicas.link import Replicas
 from lopa_ascend.serve.replicas.placement import RESOURCES, ReplicaPlacement, actor_options, place, rank_needs
 from lopa_ascend.serve.replicas.replica import Replica
 from lopa_ascend.serve.replicas.router import FewestTokens
+from lopa_ascend.serve.replicas.transport import Replicas
 from lopa_ascend.serve.server import chat_template
 
 APP = "lopa"
