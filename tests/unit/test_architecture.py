@@ -38,7 +38,7 @@ def test_layers_are_as_designed():
         {"backend", "checkpoint", "text", "decode"},
         {"config"},
         {"kv"},
-        {"types", "demo", "probe", "progress", "scratch", "standard_streams", "turns"},
+        {"types", "demo", "probe", "process"},
     ]
 
 
