@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
+from functools import cache
 from typing import Any, TypeVar
 
 from lopa_ascend.config.kinds import Kind
@@ -83,8 +84,8 @@ class GraphSupport(Enum):
     """The values of a decoding parameter with which requests run in compiled steps. With others they run eagerly."""
 
     ANY = "any"
-    PIPELINED = '"lopa", "d2f"'
-    """Decodings with a window of blocks that moves over the canvas."""
+    DECODING = "decodings with compiled steps"
+    """The decodings that compiled steps decode: each says so itself."""
     DEFAULT = "the default"
     COMPILED = "the value compiled for"
     """The value that the graphs were compiled for."""
@@ -150,7 +151,8 @@ def _declared(default: T, setting: Setting) -> T:
     return value
 
 
-def settings(owner: type[Any]) -> dict[str, Setting]:
+@cache
+def settings(owner: type[Any]) -> Mapping[str, Setting]:
     """The declarations of a dataclass by field name, in order. Fields without a declaration are left out."""
     return {f.name: f.metadata[_KEY] for f in fields(owner) if _KEY in f.metadata}
 
@@ -178,13 +180,21 @@ def check_settings(instance: object) -> None:
         ParameterError: a value is not allowed.
     """
     for name, setting in settings(type(instance)).items():
-        value = getattr(instance, name)
-        if value is None and setting.default is None:
-            continue
-        try:
-            object.__setattr__(instance, name, setting.kind.checked(value))
-        except ValueError as error:
-            raise ParameterError(name, f"{error}{instead_of(name, value)}") from None
+        object.__setattr__(instance, name, checked_value(name, getattr(instance, name), setting))
+
+
+def checked_value(name: str, value: object, setting: Setting) -> object:
+    """The value of a setting in its stored form.
+
+    Raises:
+        ParameterError: it is not allowed.
+    """
+    if value is None and setting.default is None:
+        return None
+    try:
+        return setting.kind.checked(value)
+    except ValueError as error:
+        raise ParameterError(name, f"{error}{instead_of(name, value)}") from None
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
