@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.combinations import decodings_that_take, default_of, listed, rules_of, values_taken
-from lopa_ascend.config.decodings import all_decodings, built_in_decodings, with_graphs
+from lopa_ascend.config.decodings import built_in_decodings, variants_of, with_graphs
 from lopa_ascend.config.kinds import Choice
 from lopa_ascend.config.parameters import UsualParams
 from lopa_ascend.config.settings import GraphSupport, HelpFormatter, Parameter
@@ -43,8 +44,8 @@ def table(*, research: bool) -> str:
 def rules_table() -> str:
     """The table of what goes with what in Markdown: which decodings take a parameter, and the rules of all."""
     rows = [row for name, parameter in DecodingParams.parameters().items() for row in _takers(name, parameter)]
-    for _, variants in all_decodings():
-        for rule in (rule for strategy in variants for rule in rules_of(strategy)):
+    for strategy in chain.from_iterable(map(variants_of, built_in_decodings())):
+        for rule in rules_of(strategy):
             free = tuple(value for value in (default_of(rule.param), *rule.free) if value is not None)
             rows.append((f"`{rule.param}`", f"`{rule.needs}` {listed(rule.choices)}", listed(free) or "none"))
     return _markdown([RULE_TITLES, *dict.fromkeys(rows)])
@@ -54,15 +55,15 @@ def _takers(name: str, parameter: Parameter) -> Iterator[tuple[str, ...]]:
     """The rows for the values of a parameter that not all decodings take, those that most take first."""
     if name == "decoding":
         return
+    built_in = built_in_decodings()
     values = parameter.kind.known if isinstance(parameter.kind, Choice) else (OTHER,)
-    groups = dict.fromkeys(decodings_that_take(name, value) for value in values)
+    groups = dict.fromkeys(tuple(n for n in decodings_that_take(name, value) if n in built_in) for value in values)
     for takers in sorted(groups, key=len, reverse=True):
-        others = [variants[0] for known, variants in all_decodings() if known not in takers]
-        free = dict.fromkeys(
-            value for other in others for value in values_taken(other, name) or () if value is not None
-        )
+        others = [variants_of(known)[0] for known in built_in if known not in takers]
+        free = chain.from_iterable(values_taken(other, name) or () for other in others)
         if others:
-            yield f"`{name}`", f"`decoding` {listed(takers)}", listed(tuple(free)) or "none"
+            listed_free = listed(tuple(value for value in dict.fromkeys(free) if value is not None))
+            yield f"`{name}`", f"`decoding` {listed(takers)}", listed_free or "none"
 
 
 def _markdown(rows: Sequence[tuple[str, ...]]) -> str:

@@ -14,6 +14,7 @@ import ast
 import asyncio
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,9 @@ def _flags() -> dict[str, Any]:
 def _dataclasses() -> dict[str, Any]:
     """Fields in order, as in the source, and names of properties. Those of decodings are among the parameters."""
     own = [each.parameters for _, variants in all_decodings() for each in variants]
-    more = {DecodingParams: dict.fromkeys(_declaration(field) for owner in own for field in dataclasses.fields(owner))}
+    more: dict[type[Any], Iterable[str]] = {
+        DecodingParams: dict.fromkeys(_declaration(field) for owner in own for field in dataclasses.fields(owner))
+    }
     return {
         owner.__name__: {
             "fields": [*map(_declaration, dataclasses.fields(owner)), *more.get(owner, ())],

@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from lopa_ascend.config.decodings import all_decodings, built_in_decodings, find_decoding, own_parameters, variants_of
+from lopa_ascend.config.decodings import all_decodings, find_decoding, own_parameters, variants_of
 from lopa_ascend.config.parameters import MIN_TEMPERATURE, UsualParams
 from lopa_ascend.config.settings import ParameterError, settings
 from lopa_ascend.types import Grammar
@@ -75,7 +74,6 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: setting.default for name, setting in declared.items()}, **values}
 
 
-@cache
 def values_taken(strategy: type[Any], name: str) -> tuple[object, ...] | None:
     """The values of a parameter that a decoding takes; None: all. Of a parameter that it does not have it takes the
     default, unless ``Strategy.only`` says what it does instead."""
@@ -97,12 +95,11 @@ def takes(strategy: type[Any], name: str, value: object) -> bool:
 
 
 def decodings_that_take(name: str, value: object) -> tuple[str, ...]:
-    """The built-in decodings that go with a value of a parameter, whatever the parameters are that choose one of their
+    """The decodings that go with a value of a parameter, whatever the parameters are that choose one of their
     classes."""
-    found = {decoding: variants_of(decoding) for decoding in built_in_decodings()}
     return tuple(
         decoding
-        for decoding, variants in found.items()
+        for decoding, variants in all_decodings()
         if any(takes(each, name, value) for each in (variants if name in variants[0].told_apart_by else variants[:1]))
     )
 
@@ -136,9 +133,10 @@ def check_combinations(strategy: type[Any], given: Mapping[str, Any]) -> None:
 def _misfit(strategy: type[Any], name: str, values: Mapping[str, Any]) -> ParameterError:
     """The error of a value that a decoding does not take: what takes it, and which values this one takes."""
     other, choices = "decoding", decodings_that_take(name, values[name])
-    if variants := [found for found in variants_of(values["decoding"]) if takes(found, name, values[name])]:
+    usual, *others = variants_of(values["decoding"])
+    if strategy is not usual and (taking := [each for each in (usual, *others) if takes(each, name, values[name])]):
         other = strategy.told_apart_by[0]
-        choices = tuple(dict.fromkeys(getattr(found, other) for found in variants))
+        choices = tuple(dict.fromkeys(getattr(each, other) for each in taking))
     remedies = [f"use {other} {listed(choices)}"] if choices else []
     free = tuple(value for value in values_taken(strategy, name) or () if value is not None)
     return _refusal(name, values, other, remedies, free)

@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
-from functools import cache
 from typing import Any, TypeVar
 
 from lopa_ascend.config.kinds import Kind
@@ -151,10 +150,14 @@ def _declared(default: T, setting: Setting) -> T:
     return value
 
 
-@cache
+_found: dict[type[Any], Mapping[str, Setting]] = {}
+
+
 def settings(owner: type[Any]) -> Mapping[str, Setting]:
     """The declarations of a dataclass by field name, in order. Fields without a declaration are left out."""
-    return {f.name: f.metadata[_KEY] for f in fields(owner) if _KEY in f.metadata}
+    if owner not in _found:
+        _found[owner] = {f.name: f.metadata[_KEY] for f in fields(owner) if _KEY in f.metadata}
+    return _found[owner]
 
 
 def refuse_unknown(options: Iterable[str], names: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lopa_ascend.config.combinations import Rule
 from lopa_ascend.config.kinds import Choice, Integer, Number
@@ -55,7 +56,7 @@ class BlockPipeline(Strategy):
     has_graphs = True
     parameters = PipelineParams
     own: PipelineParams
-    rules = (
+    rules: ClassVar[tuple[Rule, ...]] = (
         *COMBINATIONS,
         Rule("editing_threshold", "tau_add", (1,)),  # the next block would open beside one that is not final
         # What a grammar has passed may not change.
