@@ -145,6 +145,11 @@ def parameter(default: T, kind: Kind, help: str, **more: Any) -> T:
     return _declared(default, Parameter(default, kind, help, **more))
 
 
+def research(default: T, kind: Kind, help: str, **more: Any) -> T:
+    """A decoding parameter for research: one that selects a variant of a decoding."""
+    return parameter(default, kind, help, **{"group": Section.RESEARCH, **more})
+
+
 def _declared(default: T, setting: Setting) -> T:
     value: T = field(default=default, metadata={_KEY: setting}, repr=not setting.secret)
     return value

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from lopa_ascend.config.combinations import Rule
 from lopa_ascend.config.kinds import Choice, Integer, Number
-from lopa_ascend.config.settings import GraphSupport, Section, parameter
+from lopa_ascend.config.settings import GraphSupport, research
 from lopa_ascend.decode.acceptance import COMBINATIONS, BlockParams, float32
 from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
 from lopa_ascend.decode.strategy import Strategy
@@ -21,29 +21,26 @@ WINDOW_ATTENTIONS = ("block_causal", "full")
 class PipelineParams(BlockParams):
     """Parameters of decodings whose window of blocks moves over the canvas."""
 
-    window_attention: str = parameter(
+    window_attention: str = research(
         "block_causal",
         Choice(WINDOW_ATTENTIONS),
         'what a block of the window attends to: "block_causal": all positions up to its own end; "full": all '
         "positions up to the end of the window",
-        group=Section.RESEARCH,
         default_text='"block_causal" with "lopa" and "d2f", otherwise "full"',
         graphs=GraphSupport.COMPILED,
     )
-    editing_threshold: float | None = parameter(
+    editing_threshold: float | None = research(
         None,
         Number(0, 1),
         "a filled position of the open block takes the predicted token in place of its own when the probability is "
         "above this; the block is final once a pass without masks has changed nothing, and only then it is shown",
-        group=Section.RESEARCH,
         default_text="filled positions stay as they are",
         graphs=GraphSupport.DEFAULT,
     )
-    max_post_steps: int = parameter(
+    max_post_steps: int = research(
         16,
         Integer(1, 4096),
         "passes without masks after which a block is final even if `editing_threshold` still changes tokens",
-        group=Section.RESEARCH,
     )
 
 

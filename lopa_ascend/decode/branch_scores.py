@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from lopa_ascend.config.kinds import INT32_MAX, Choice, Integer, Number
-from lopa_ascend.config.settings import GraphSupport, Section, parameter
+from lopa_ascend.config.settings import GraphSupport, research
 from lopa_ascend.decode.blocks import Branch
 
 SCALE = 1 << 16
@@ -23,24 +23,23 @@ BRANCH_SCORES = ("mean", "tail", "window")
 class ScoreParams:
     """How branches are scored."""
 
-    branch_score: str = parameter(
+    branch_score: str = research(
         "mean",
         Choice(BRANCH_SCORES),
         'score of a branch from the confidences of its masked positions: "mean" of all; "tail": mean of the '
         'lowest; "window": lowest mean over consecutive positions',
-        group=Section.RESEARCH,
         graphs=GraphSupport.DEFAULT,
     )
-    tail_fraction: float = parameter(
+    tail_fraction: float = research(
         0.5, Number(0, 1), 'fraction of the masked positions that `branch_score` "tail" averages', group=None
     )
-    score_window: int = parameter(
+    score_window: int = research(
         8,
         Integer(1, INT32_MAX),
         'number of consecutive masked positions that `branch_score` "window" averages',
         group=None,
     )
-    creation_weight: float = parameter(
+    creation_weight: float = research(
         0.0,
         Number(0, 1),
         "weight of the confidence of a branch's own lookahead token in the branch's score",

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.kinds import Boolean
-from lopa_ascend.config.settings import parameter
+from lopa_ascend.config.settings import research
 from lopa_ascend.decode.acceptance import COMBINATIONS, BlockParams, most_confident
 from lopa_ascend.decode.blocks import Block, Branch, threshold_count
 from lopa_ascend.decode.constraint import Constraint
@@ -237,7 +237,7 @@ class Canvas(Strategy):
 class ParallelParams(BlockParams):
     """Parameters of decodings that fill a canvas block after block."""
 
-    eos_last: bool = parameter(
+    eos_last: bool = research(
         False,
         Boolean(),
         'with "parallel" and "fast_dllm": a token that ends the answer is filled only where no other position is '

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lopa_ascend.config.kinds import Choice
-from lopa_ascend.config.settings import Section, parameter
+from lopa_ascend.config.settings import research
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.canvas import Parallel, ParallelParams, first_masked
 from lopa_ascend.decode.strategy import Only
@@ -29,12 +29,11 @@ BLOCK_CACHES = ("prefix", "dual")
 class FastDllmParams(ParallelParams):
     """What is reused."""
 
-    block_cache: str = parameter(
+    block_cache: str = research(
         "prefix",
         Choice(BLOCK_CACHES),
         'keys and values that `decoding` "fast_dllm" reuses while it fills a block: "prefix": of all positions '
         'before the block; "dual": of those after it too',
-        group=Section.RESEARCH,
     )
 
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from lopa_ascend.config.combinations import Rule
 from lopa_ascend.config.kinds import Boolean, Integer
-from lopa_ascend.config.settings import Section, parameter
+from lopa_ascend.config.settings import research
 from lopa_ascend.decode.block_pipeline import BlockPipeline, PipelineParams
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.strategy import Only
@@ -27,18 +27,16 @@ from lopa_ascend.types import Fill, ModelProperties, RowPlan, SequencePlan
 class FastDllmV2Params(PipelineParams):
     """Sub-blocks."""
 
-    sub_block_size: int = parameter(
+    sub_block_size: int = research(
         8,
         Integer(1, 4096),
         'positions that "fast_dllm_v2" fills before it goes on to the right',
-        group=Section.RESEARCH,
     )
-    sub_block_cache: bool = parameter(
+    sub_block_cache: bool = research(
         False,
         Boolean(),
         'compute the current sub-block of "fast_dllm_v2" alone, beside stale keys and values of its block; this '
         "changes answers",
-        group=Section.RESEARCH,
     )
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 from lopa_ascend.config.combinations import Rule
 from lopa_ascend.config.decodings import Variant
 from lopa_ascend.config.kinds import Integer
-from lopa_ascend.config.settings import GraphSupport, Section, parameter
+from lopa_ascend.config.settings import GraphSupport, research
 from lopa_ascend.decode.block_pipeline import BlockPipeline, PipelineParams
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.branch_scores import ScoreParams, branch_scores
@@ -26,20 +26,18 @@ from lopa_ascend.types import Fill, RowResult, SequencePlan
 class LookaheadParams(ScoreParams):
     """Which decoding is extended, and which branch wins."""
 
-    base: str = parameter(
+    base: str = research(
         "d2f",
         Variant(attribute="base"),
         'the decoding that "lopa" extends: it decodes the anchor branch, and "lopa" adds lookahead branches',
-        group=Section.RESEARCH,
         graphs=GraphSupport.DEFAULT,
     )
-    branch_acceptance: str = parameter(
+    branch_acceptance: str = research(
         "published",
         Variant(attribute="branch_acceptance"),
         'which branch wins: "published": the one with the highest score; "verified": the one that fills most '
         'positions, among the anchor and the branches whose lookahead token "d2f" would fill now; "exact": the one '
         'that "d2f" would have after this pass, so that the answer is that of "d2f"',
-        group=Section.RESEARCH,
         graphs=GraphSupport.COMPILED,
     )
 
@@ -98,12 +96,11 @@ class Lookaheads(Strategy):
 class LopaParams(LookaheadParams, PipelineParams):
     """LoPA over D2F."""
 
-    lookahead_depth: int = parameter(
+    lookahead_depth: int = research(
         1,
         Integer(1, 16),
         "most tokens that a lookahead branch has in addition to the anchor's; above 1 one pass may replace several "
         'passes of "d2f"; needs `branch_acceptance` "verified" or "exact"',
-        group=Section.RESEARCH,
         graphs=GraphSupport.DEFAULT,
     )
 

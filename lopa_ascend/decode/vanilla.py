@@ -22,7 +22,7 @@ from typing import ClassVar
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.combinations import Rule
 from lopa_ascend.config.kinds import Choice, Integer, Number
-from lopa_ascend.config.settings import Section, parameter
+from lopa_ascend.config.settings import research
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.canvas import Canvas
 from lopa_ascend.decode.strategy import Only
@@ -43,21 +43,19 @@ MAX_STEPS = 8192
 class VanillaParams:
     """The schedule."""
 
-    steps: int | None = parameter(
+    steps: int | None = research(
         None,
         Integer(1, MAX_STEPS),
         'steps of `decoding` "vanilla", each of which fills its share of the canvas',
-        group=Section.RESEARCH,
         default_text="as many as the canvas has positions",
     )
-    alg: str = parameter(
+    alg: str = research(
         "entropy",
         Choice(tuple(ALGS)),
         'which positions a step of `decoding` "vanilla" fills: "origin": random ones; the others: the best by the '
         "probability of the predicted token, by its margin over the second, or by the negative entropy",
-        group=Section.RESEARCH,
     )
-    alg_temp: float = parameter(
+    alg_temp: float = research(
         0.0, Number(0, 1000), "above 0: `alg` draws positions in proportion to exp(confidence / alg_temp)", group=None
     )
 
