@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.plain_dream.plain_dream import PlainDream
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Entries
 from lopa_ascend.config import EngineConfig, ModelConfig
 from lopa_ascend.engine.models import open_model

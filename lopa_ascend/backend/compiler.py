@@ -37,6 +37,8 @@ class Compiler(ABC):
     """The graph mode; see ``config.engine.GRAPH_MODES``."""
     max_buckets: int | None = None
     """How many buckets the mode can hold; None: any number."""
+    warning: str | None = None
+    """What speaks against the mode, with a place for the number of graphs."""
     seconds_to_compile: tuple[float, float] | None = None
     """CPU seconds in which a bucket is compiled: for any model, and in addition for each layer. None: not measured."""
     num_compilations: int

@@ -1,4 +1,4 @@
-"""How much memory a device has left, how much of it keys and values may take, and errors that say there is none."""
+"""How much memory of the CPU is left, and errors that say that a device has none."""
 
 from __future__ import annotations
 
@@ -8,52 +8,15 @@ from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
 """Where a container finds the limits of its control group (version 2)."""
-MAX_CPU_KV_MEMORY = 4 * 2**30
-"""Bytes of the KV pool on a CPU at most, since other programs use its memory too."""
+MAX_KV_MEMORY = 4 * 2**30
+"""Bytes of the KV pool there at most, since other programs use this memory too."""
 
 
-def default_kv_memory(device: str, ranks: int, reserved: int = 0) -> int:
-    """Bytes of one rank's KV pool, once its weights are loaded: of what is free beside ``reserved`` bytes, on a CPU one
-    half, at most 4 GiB; on an NPU or a GPU four fifths, because activations, graphs and collectives need the rest.
-
-    Args:
-        device: "cpu", "npu" or "cuda".
-        ranks: processes that share the memory of a CPU.
-    """
-    free = max(0, free_memory(device, ranks) - reserved)
-    return min(MAX_CPU_KV_MEMORY, free // 2) if _is_cpu(device) else free * 4 // 5
-
-
-def free_memory(device: str, ranks: int) -> int:
-    """Bytes that this process can allocate on its device.
-
-    A process has an NPU or a GPU to itself. On a CPU all ranks share what the machine can give without swapping, which
-    includes page cache that can be dropped.
-    """
-    if device == "npu":
-        from lopa_ascend.backend.npu import free_npu_memory
-
-        return free_npu_memory()
-    if not _is_cpu(device):
-        from lopa_ascend.backend.cuda import free_cuda_memory
-
-        return free_cuda_memory()
-    return _free_on_this_machine() // ranks
-
-
-def _is_cpu(device: str) -> bool:
-    """Whether the tensors of a device lie in the memory of the CPU."""
-    if device == "cuda":
-        from lopa_ascend.backend.cuda import is_interpreted
-
-        return is_interpreted()
-    return device == "cpu"
-
-
-def _free_on_this_machine() -> int:
-    """What the machine has available, or what the limit of this process's container leaves, if that is less."""
+def free_memory(ranks: int) -> int:
+    """Bytes that each of ``ranks`` processes can allocate without swapping, page cache that can be dropped included: of
+    what the machine has available, or of what the limit of this process's container leaves, if that is less."""
     limit = _container_limit()
-    return _available() if limit is None else max(0, min(_available(), limit))
+    return (_available() if limit is None else max(0, min(_available(), limit))) // ranks
 
 
 def _available() -> int:

@@ -15,7 +15,6 @@ from lopa_ascend.config.decodings import add_decoding
 from lopa_ascend.config.engine import (
     ATTENTION_LAYOUTS,
     GRAPH_MODES_BY_DEVICE,
-    MAX_QUERIES,
     EngineConfig,
     divided_length,
 )
@@ -30,7 +29,6 @@ from lopa_ascend.config.settings import ContextLengthError, GraphSupport, Parame
 __all__ = [
     "ATTENTION_LAYOUTS",
     "GRAPH_MODES_BY_DEVICE",
-    "MAX_QUERIES",
     "MIN_TEMPERATURE",
     "ConfigError",
     "ContextLengthError",

@@ -23,10 +23,6 @@ INT8_GRAPH_MODES = tuple(mode for mode in GRAPH_MODES if mode != "inductor")
 INT8_LAYERS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 """The linear layers that quantisation changes, as `quantization_exclude` and the tables of architectures call them."""
 ATTENTION_LAYOUTS = ("TND", "TND16", "BSH")
-TND_HEADS = (128, 192)
-"""Elements of the heads that attention of an NPU takes in the layouts TND and TND16."""
-MAX_QUERIES = {"TND16": 16}
-"""Queries that an attention entry has at most, by layout; any number in the others."""
 DEFAULT_MODEL_LEN = 8192
 """Upper limit of the default ``max_model_len``. With the full length of a model, such as 131072 positions, the KV pages
 would be enough for few sequences only, and one request of that length would hold up all others."""

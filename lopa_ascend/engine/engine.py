@@ -18,7 +18,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.memory import free_memory, is_out_of_memory
+from lopa_ascend.backend import find_device
+from lopa_ascend.backend.memory import is_out_of_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.config.decoding import banned_ids
 from lopa_ascend.config.kinds import format_size
@@ -37,7 +38,7 @@ from lopa_ascend.graph.setup import build_executor
 from lopa_ascend.kv.pages import PageTables
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.kv.prefix_cache import BlockPrefixCache, PrefixCache, PrefixEntry
-from lopa_ascend.model.base import Model
+from lopa_ascend.model.base import Model, settle
 from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import EagerExecutor
@@ -99,9 +100,7 @@ class Engine:
         prepared = self._prepare()
         model = prepared.model_source.load(prepared.ops, self.mesh.tp, prepared.max_model_len)
         self.model_config = replace(model.config, eos_token_ids=prepared.eos_token_ids)
-        tensors = [w[0] if w.dim() == 3 else w for w in (*model.weights.values(), model.head)]  # experts have one shape
-        matrices = [w for w in tensors if w.dim() == 2 and (w.is_floating_point() or w.dtype == torch.int8)]
-        self._linear = prepared.ops.settle(matrices)
+        self._linear = settle(model)
         pool, page_bytes = self._make_pool(model, prepared)
         self.kv_cache_memory = pool.num_pages * page_bytes
         self.limits = request_limits(config, prepared, self.model_config, pool.num_pages)
@@ -188,7 +187,7 @@ class Engine:
             page_bytes=page_bytes,
             num_graphs=graphs.num_buckets if graphs else 0,
             graphs=graphs.memory if graphs else 0,
-            free=free_memory(config.device, config.world_size),
+            free=find_device(config.device).free_memory(config.world_size),
             linear=self._linear,
         )
         reports = self.mesh.all_gather_text("memory", msgspec.json.encode(own).decode())
@@ -201,7 +200,7 @@ class Engine:
 
     @property
     def device(self) -> str:
-        """The kind of device: "cpu", "npu" or "cuda"."""
+        """The kind of device."""
         return self.config.device
 
     # ---- requests --------------------------------------------------------------------------------------------------

@@ -5,23 +5,22 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from lopa_ascend import checkpoint
+from lopa_ascend.backend import find_device
 from lopa_ascend.backend.interface import Ops
-from lopa_ascend.config import EngineConfig, ExpertsConfig, ModelConfig, ParameterError
-from lopa_ascend.config.engine import TND_HEADS
+from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.model.base import Model, SplitModel
 from lopa_ascend.model.plain import Build, build_module, tensors_of
 from lopa_ascend.model.registry import FUSED, check_model_type, find_fused, find_plain
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.types import DREAM, ModelProperties
 
-MIN_GROUP = 2
-"""An NPU's kernel of routing takes groups of more experts than these."""
 logger = logging.getLogger(__name__)
 
 
@@ -91,23 +90,9 @@ def open_model(path: Path, config: EngineConfig, device: torch.device) -> ModelS
     return PlainSource(path, config, model_type, build, device)
 
 
-def _warn(found: checkpoint.Checkpoint) -> None:
-    for doubt in found.doubts:
+def _warn(doubts: Iterable[str]) -> None:
+    for doubt in doubts:
         logger.warning("%s", doubt)
-
-
-def _warn_of_attention(config: EngineConfig, dtype: str, head_dim: int) -> None:
-    """Warns of settings that the NPU's attention kernel will refuse: its own error comes in the first step only, and
-    names no setting."""
-    if dtype == "float32":
-        logger.warning("attention on an NPU takes no float32; choose dtype bfloat16")
-    if config.attention_layout != "BSH" and head_dim not in TND_HEADS:
-        logger.warning(
-            "attention_layout %s takes heads of %s elements; this model has heads of %d, so choose BSH",
-            config.attention_layout,
-            " or ".join(map(str, TND_HEADS)),
-            head_dim,
-        )
 
 
 class SplitSource(ModelSource):
@@ -121,22 +106,9 @@ class SplitSource(ModelSource):
         self._int8_modules = sorted(int8)
         if found.int8 is not None:
             _check_stored_int8(config, found)
-        dtype = checkpoint.with_dtype(found.config, config.dtype).dtype
-        if config.device == "cuda" and found.config.experts is not None:
-            raise ParameterError(
-                "model", f"{path} has experts, for which device cuda has no kernels; choose cpu or npu"
-            )
-        if config.device == "npu" and found.config.experts is not None:
-            _check_experts_on_npu(found.config.experts, path, has_int8=bool(int8))
-        if config.device == "npu" and dtype != "bfloat16":
-            message = f"on device npu needs dtype bfloat16, got {dtype}"
-            if config.quantization is not None:
-                raise ParameterError("quantization", f"'w8a8' {message}")
-            if found.int8 is not None:
-                raise ParameterError("model", f"int8 weights {message}")
-        _warn(found)
-        if config.device == "npu":
-            _warn_of_attention(config, dtype, found.config.head_dim)
+        model = checkpoint.with_dtype(found.config, config.dtype)
+        doubts = find_device(config.device).check_model(config, model, path, has_int8=bool(int8))
+        _warn((*found.doubts, *doubts))
 
     @property
     def identity(self) -> object:
@@ -162,21 +134,6 @@ class SplitSource(ModelSource):
             int8=options.int8_layers(),
         )
         return self._class(config, weights, ops, tp, num_positions)
-
-
-def _check_experts_on_npu(experts: ExpertsConfig, path: Path, *, has_int8: bool) -> None:
-    """Refuses experts that the kernels of an NPU do not take.
-
-    Raises:
-        ParameterError: they are int8, or their groups are too small.
-    """
-    if has_int8:
-        message = f"'w8a8' does not go with device npu for the mixture of experts of {path}; leave it out"
-        raise ParameterError("quantization", message)
-    size = experts.num_experts // experts.num_groups
-    if size <= MIN_GROUP:
-        found = f"{path}: groups of {size} experts (num_experts / n_group)"
-        raise ParameterError("model", f"{found} are too small for device npu, which takes more than {MIN_GROUP}")
 
 
 def _check_stored_int8(config: EngineConfig, found: checkpoint.Checkpoint) -> None:
@@ -207,7 +164,7 @@ class PlainSource(ModelSource):
             return tensors_of(build_module(build, replace(found, dtype="float32")))
 
         self._checkpoint = checkpoint.open_checkpoint(path, checkpoint.Architecture(model_type, expect, family=None))
-        _warn(self._checkpoint)
+        _warn(self._checkpoint.doubts)
         self.config = checkpoint.with_dtype(self._checkpoint.config, config.dtype)
         self._module = build_module(build, self.config)
         self._trace = trace(self._module, self.config, device)

@@ -8,14 +8,12 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lopa_ascend.backend import checked_ops, load_ops
+from lopa_ascend.backend import find_device
 from lopa_ascend.backend.interface import Ops
-from lopa_ascend.backend.memory import default_kv_memory, free_memory
 from lopa_ascend.checkpoint import with_dtype
 from lopa_ascend.config import DecodingParams, EngineConfig, Limits, ModelConfig, ParameterError
 from lopa_ascend.config.engine import DEFAULT_MODEL_LEN
 from lopa_ascend.config.families import FAMILIES
-from lopa_ascend.config.kinds import format_size
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.models import ModelSource, open_model
 from lopa_ascend.graph.setup import GraphPlan, plan_graphs
@@ -82,7 +80,8 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     """
     _check_profile_dir(config)
     path = model_path(config)
-    ops = load_ops(config)
+    device = find_device(config.device)
+    ops = device.load_ops(config)
     model_source = open_model(path, config, ops.device)
     model = model_source.config
     _check_split(config, model)
@@ -94,15 +93,14 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     num_token_ids = tokenizer.num_token_ids if tokenizer else model.vocab_size
     max_model_len = choose_max_model_len(config, model)
     max_num_batched_tokens = config.max_num_batched_tokens or max(4096, max_model_len)
-    ops, layout = checked_ops(ops, config, model, with_dtype(model, config.dtype).dtype, max_model_len)
+    ops, layout = device.checked_ops(ops, config, with_dtype(model, config.dtype), max_model_len)
     config = replace(config, attention_layout=layout)
-    if config.device == "cuda":
-        _check_memory(model_source.weight_bytes(config.tensor_parallel_size), free_memory("cuda", config.world_size))
+    device.check_memory(model_source.weight_bytes(config.tensor_parallel_size), config.world_size)
     graph_plan = None
     if config.graph_mode != "eager":
         identity = model_source.identity, max_model_len, num_token_ids, mesh.tp.rank, mesh.bp.rank
         logit_shift = model_source.properties.logit_shift
-        graph_plan = plan_graphs(config, identity, logit_shift, max_model_len, max_num_batched_tokens)
+        graph_plan = plan_graphs(config, identity, logit_shift, max_model_len, max_num_batched_tokens, ops.max_queries)
     return Prepared(
         model_source, ops, tokenizer, num_token_ids, eos_token_ids, max_model_len, max_num_batched_tokens, graph_plan
     )
@@ -117,21 +115,6 @@ def _check_profile_dir(config: EngineConfig) -> None:
         raise ParameterError("profile_dir", f"{config.profile_dir} cannot be a folder ({error.strerror})") from error
     if not os.access(config.profile_dir, os.W_OK | os.X_OK):
         raise ParameterError("profile_dir", f"this user may not write to {config.profile_dir}")
-
-
-def _check_memory(needed: int, free: int) -> None:
-    """Refuses a GPU that cannot hold this rank's weights.
-
-    Args:
-        needed: bytes of the weights.
-        free: bytes of the GPU.
-    """
-    if needed > free:
-        message = (
-            f"the weights of a rank take {format_size(needed)}, and the GPU has {format_size(free)} free; choose a "
-            "larger tensor_parallel_size, or quantization w8a8"
-        )
-        raise ParameterError("device", message)
 
 
 def _check_split(config: EngineConfig, model: ModelConfig) -> None:
@@ -179,14 +162,14 @@ def choose_num_pages(config: EngineConfig, prepared: Prepared, model: Model, pag
     usual_slots = slots_for(1 + DecodingParams().lookaheads, config.branch_parallel_size)
     most_slots = slots_for(1 + config.max_num_branches, config.branch_parallel_size)
     useful = max(config.max_num_seqs * usual_slots, most_slots) * pages_for(prepared.max_model_len)
-    reserved, graphs = 0, prepared.graph_plan
+    device, reserved, graphs = find_device(config.device), 0, prepared.graph_plan
     if graphs is not None:
         confidence, has_kernel = config.graph_params.confidence, prepared.ops.row_stats is not None
         scores = graphs.score_memory(model.local_vocab_size, model.head.dtype, confidence, has_kernel)
         reserved = graphs.num_padding_pages * page_bytes + scores
-        if config.device == "npu":
+        if device.wants_all_pages:
             useful = max(useful, graphs.num_attention_pages)
-    affordable = default_kv_memory(config.device, config.world_size, reserved) // page_bytes
+    affordable = device.kv_memory(config.world_size, reserved) // page_bytes
     return max(1, min(useful, affordable))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from lopa_ascend.backend import load_profiler
+from lopa_ascend.backend import find_device
 from lopa_ascend.backend.interface import RunningProfile
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.commands import PROFILE_NAME, ProfileError, StartProfile
@@ -60,7 +60,7 @@ class Profiles:
 
     def __init__(self, config: EngineConfig, mesh: Mesh, runner: Runner) -> None:
         self._folder = None if config.profile_dir is None else Path(config.profile_dir)
-        self._profiler, self._mesh, self._runner = load_profiler(config.device), mesh, runner
+        self._profiler, self._mesh, self._runner = find_device(config.device).profiler, mesh, runner
         self._asked: StartProfile | None = None
         """The latest profile, until ``stop`` has told of it."""
         self._steps_left = 0

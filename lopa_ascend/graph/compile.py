@@ -6,6 +6,7 @@ import hashlib
 from importlib.util import find_spec
 from pathlib import Path
 
+from lopa_ascend.backend import find_device
 from lopa_ascend.backend.compiler import Compiler, Eager
 from lopa_ascend.config import GRAPH_MODES_BY_DEVICE
 
@@ -26,21 +27,10 @@ def load_compiler(device: str, mode: str, *, key: str, cache_dir: str | Path | N
     if mode not in GRAPH_MODES_BY_DEVICE[device]:
         choices = ", ".join(GRAPH_MODES_BY_DEVICE[device])
         raise ValueError(f"graph mode of device {device}: unknown value {mode!r}; choose one of {choices}")
-    directory = None if cache_dir is None else Path(cache_dir)
-    key = f"{key}; code {code_digest()}"
     if mode == "eager":
         return Eager()
-    if device == "npu":
-        from lopa_ascend.backend.npu.compiler import load_npu_compiler
-
-        return load_npu_compiler(mode, key, directory)
-    if device == "cuda":
-        from lopa_ascend.backend.cuda import load_cuda_compiler
-
-        return load_cuda_compiler()
-    from lopa_ascend.backend.inductor import Inductor
-
-    return Inductor(directory)
+    key, directory = f"{key}; code {code_digest()}", None if cache_dir is None else Path(cache_dir)
+    return find_device(device).load_compiler(mode, key, directory)
 
 
 def code_digest() -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from lopa_ascend.backend.compiler import Compiler
-from lopa_ascend.config import MAX_QUERIES, EngineConfig, ParameterError
+from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.graph.buckets import Bucket, Buckets, declare
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.graph.executor import GraphExecutor
@@ -23,10 +23,6 @@ from lopa_ascend.score.greedy import GreedyScore
 
 logger = logging.getLogger(__name__)
 
-CPU_WARNING = (
-    "graph_mode inductor is meant for tests of compiled steps: on a CPU it has not been faster than graph_mode eager. "
-    "Before the first request %d graphs are compiled, which can take minutes."
-)
 SMALL_WINDOWS = (
     "graphs have windows of at most %d blocks, and not of %d as graph_window_blocks says, because "
     "max_num_batched_tokens is %d; steps with larger windows are eager"
@@ -73,7 +69,12 @@ class GraphPlan:
 
 
 def plan_graphs(
-    config: EngineConfig, identity: object, logit_shift: int, max_model_len: int, max_tokens: int
+    config: EngineConfig,
+    identity: object,
+    logit_shift: int,
+    max_model_len: int,
+    max_tokens: int,
+    max_queries: int | None = None,
 ) -> GraphPlan:
     """Chooses the buckets of an engine and loads its compiler.
 
@@ -81,6 +82,7 @@ def plan_graphs(
         identity: what graphs depend on besides the configuration; its ``repr`` tells cached graphs apart.
         logit_shift: see ``ModelProperties``.
         max_tokens: tokens that a rank computes in a step, at most.
+        max_queries: see ``Ops``.
 
     Raises:
         GraphError: the graph mode has no room for so many graphs.
@@ -99,7 +101,7 @@ def plan_graphs(
         block_length=block_length,
         max_blocks=blocks,
         full_attention=params.window_attention == "full",
-        max_queries=MAX_QUERIES.get(config.attention_layout),
+        max_queries=max_queries,
         logit_shift=logit_shift,
     )
     if blocks * block_length < shape.branches:
@@ -145,8 +147,8 @@ def build_executor(
     )
     executor = GraphExecutor(model, pool, graphs, bp)
     launchers = list(executor.launchers.values())
-    if config.device == "cpu":
-        logger.warning(CPU_WARNING, len(launchers))
+    if plan.compiler.warning is not None:
+        logger.warning(plan.compiler.warning, len(launchers))
     if plan.compiler.seconds_to_compile is not None:
         any_model, layer = plan.compiler.seconds_to_compile
         num_layers = model.config.num_layers

@@ -6,6 +6,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from lopa_ascend.backend.interface import Entries, Ops
@@ -71,6 +72,12 @@ class Model(Protocol):
     def traffic(self, num_computed: int) -> tuple[Traffic, ...]:
         """What this rank sends in a compiled forward pass over ``num_computed`` tokens."""
         ...
+
+
+def settle(model: Model) -> str:
+    """Gives a model's linear layers to ``Ops.settle``, and returns what it says."""
+    tensors = [w[0] if w.dim() == 3 else w for w in (*model.weights.values(), model.head)]  # experts have one shape
+    return model.ops.settle(w for w in tensors if w.dim() == 2 and (w.is_floating_point() or w.dtype == torch.int8))
 
 
 class SplitModel(Model, Protocol):

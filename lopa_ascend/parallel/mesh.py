@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous as connect_to_store
 
-from lopa_ascend.backend import collective_backend, communicator_options, open_device
+from lopa_ascend.backend import Device, find_device
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.parallel.collectives import Group, Ledger, RankError
 from lopa_ascend.parallel.launch import LOOPBACK, Rendezvous
@@ -41,7 +41,9 @@ class StartError(ValueError):
     """Another rank cannot serve."""
 
 
-def new_groups(purpose: str, ranks: list[list[int]], meeting: timedelta, timeout: int) -> dist.ProcessGroup:
+def new_groups(
+    device: Device, purpose: str, ranks: list[list[int]], meeting: timedelta, timeout: int
+) -> dist.ProcessGroup:
     """Makes groups of ranks, and returns that of this rank. All ranks must call it with the same ranks.
 
     Args:
@@ -51,7 +53,7 @@ def new_groups(purpose: str, ranks: list[list[int]], meeting: timedelta, timeout
         timeout: see ``exec_timeout``.
     """
     backend = dist.get_backend()
-    options = communicator_options(backend, purpose, timeout)
+    options = device.communicator_options(backend, purpose, timeout)
     group: dist.ProcessGroup | None
     group, _ = dist.new_subgroups_by_enumeration(
         ranks, timeout=creation_timeout(backend, meeting, timeout), pg_options=options
@@ -141,7 +143,7 @@ class Mesh:
         mesh._tp_size = config.tensor_parallel_size
         mesh._timeout = timedelta(seconds=config.distributed_timeout_seconds)
         try:
-            open_device(config.device)
+            find_device(config.device).open()
             mesh._check_others = check
             torch_store = mesh._meet(rendezvous, store)
             mesh._start_watch(rendezvous, on_failure)
@@ -232,14 +234,14 @@ class Mesh:
     def _connect(self, config: EngineConfig, store: Store | None) -> None:
         """Makes the groups, and initialises torch.distributed first if ``store`` is given."""
         meeting = min(MEETING_TIMEOUT, max(LEAST_MEETING_TIMEOUT, self._timeout))
-        hccl = exec_timeout(config)
+        device, hccl = find_device(config.device), exec_timeout(config)
         if store is not None:
-            backend = collective_backend(config.device)
+            backend = device.collectives
             timeout = creation_timeout(backend, meeting, hccl)
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         grid = torch.arange(self.size).view(config.branch_parallel_size, config.tensor_parallel_size)
-        self.bp = self._group(new_groups("bp", grid.t().tolist(), meeting, hccl))
-        self.tp = self._group(new_groups("tp", grid.tolist(), meeting, hccl))
+        self.bp = self._group(new_groups(device, "bp", grid.t().tolist(), meeting, hccl))
+        self.tp = self._group(new_groups(device, "tp", grid.tolist(), meeting, hccl))
         self.world = self._group(dist.new_group(backend="gloo", timeout=meeting))
         self._set_timeout(START_TIMEOUT)
 

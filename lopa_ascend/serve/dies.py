@@ -1,4 +1,4 @@
-"""The health of this machine's NPUs in /metrics."""
+"""The health of this machine's devices in /metrics."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import asyncio
 import logging
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lopa_ascend.backend.npu.health import LEVELS, Ask, Die, ask, read_dies
+from lopa_ascend.backend.device import Gauge
 
 logger = logging.getLogger("uvicorn.error")
 
 INTERVAL = 60.0
-"""Seconds for which what was read holds: npu-smi takes seconds."""
+"""Seconds for which what was read holds."""
 
 
 class Dies(Collector):
     """The dies of this machine as they were when somebody asked for metrics last.
 
     Args:
-        ask: runs npu-smi and hccn_tool.
+        read: see ``Device.read_health``.
     """
 
-    def __init__(self, ask: Ask = ask) -> None:
-        self._ask, self._dies = ask, list[Die]()
+    def __init__(self, read: Callable[[], Sequence[Gauge]]) -> None:
+        self._read_health = read
+        self._gauges: Sequence[Gauge] = ()
         self._reading: asyncio.Task[None] | None = None
         self._read_at = -INTERVAL
         self._is_missing = False
@@ -41,31 +42,19 @@ class Dies(Collector):
 
     async def _read(self) -> None:
         try:
-            self._dies = await asyncio.to_thread(read_dies, self._ask, with_links=True)
+            self._gauges = await asyncio.to_thread(self._read_health)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            self._dies = []
+            self._gauges = ()
             if not self._is_missing:
                 logger.warning("no metrics of the dies' health: %s", error)
             self._is_missing = True
 
     def collect(self) -> Iterable[Metric]:
-        """The latest reading; the label is a number for ASCEND_RT_VISIBLE_DEVICES."""
-        levels = {die.index: LEVELS.index(die.health) if die.health in LEVELS else len(LEVELS) for die in self._dies}
-        links = {die.index: None if die.link is None else int(die.link == "UP") for die in self._dies}
-        text = f"Health by npu-smi: {', '.join(f'{level} {name}' for level, name in enumerate(LEVELS))}, 4 unknown."
-        yield from _gauge("lopa:die_alarm", text, levels)
-        text = "Temperature of a die."
-        yield from _gauge("lopa:die_temperature_celsius", text, {die.index: die.temperature for die in self._dies})
-        text = "Memory errors of several bits since a die was reset."
-        yield from _gauge("lopa:die_memory_errors", text, {die.index: die.memory_errors for die in self._dies})
-        yield from _gauge("lopa:die_link_up", "Whether a die's link to the network between nodes is up.", links)
-
-
-def _gauge(name: str, text: str, values: Mapping[int, int | None]) -> Iterable[Metric]:
-    """A gauge of the dies of which the value is known; nothing if it is known of none."""
-    family = GaugeMetricFamily(name, text, labels=["die"])
-    for index, value in values.items():
-        if value is not None:
-            family.add_metric([str(index)], value)
-    if family.samples:
-        yield family
+        """The latest reading; the label is the number of a die. A gauge of which no value is known is left out."""
+        for name, text, values in self._gauges:
+            family = GaugeMetricFamily(name, text, labels=["die"])
+            for index, value in values.items():
+                if value is not None:
+                    family.add_metric([str(index)], value)
+            if family.samples:
+                yield family

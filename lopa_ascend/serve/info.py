@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import PlainTextResponse, Response
 
 import lopa_ascend
+from lopa_ascend.backend import find_device
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.config import SECRETS, ServeConfig
 from lopa_ascend.serve.dies import Dies
@@ -126,7 +127,7 @@ def add_state(app: FastAPI, endpoint: Endpoint) -> None:
         """The effective configuration, without secrets."""
         return effective_config(config, default.client.ready, default.name)
 
-    dies = [Dies()] if config.engine.device == "npu" and config.replicas is None else []
+    dies = [Dies(find_device(config.engine.device).read_health)] if config.replicas is None else []
     plain_text = {"text/plain": {"schema": {"type": "string"}}}
 
     @app.get("/metrics", response_class=PlainTextResponse, responses={200: {"content": plain_text}})

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from lopa_ascend import LLM
-from lopa_ascend.backend.cpu import load_cpu_ops
 from lopa_ascend.backend.cpu.int8 import multiply_int8
+from lopa_ascend.backend.cpu.native import load_cpu_ops
 from lopa_ascend.backend.interface import Entries, Ops
 
 PARTS = ("products", "attention", "norms and activations", "head and score", "host")

@@ -82,14 +82,12 @@ def examine_cuda(file: Path | None) -> int:
     Args:
         file: where the report goes as JSON.
     """
-    from lopa_ascend.backend import load_ops
+    from lopa_ascend.backend.cuda import DEVICE
     from lopa_ascend.config import EngineConfig, ParameterError
 
     try:
-        ops = load_ops(EngineConfig(device="cuda"))
-        from lopa_ascend.backend.cuda import load_cuda_compiler
-
-        load_cuda_compiler()
+        ops = DEVICE.load_ops(EngineConfig(device="cuda"))
+        DEVICE.load_compiler("cuda_graphs", "", None)
     except ParameterError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

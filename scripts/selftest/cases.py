@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Entries, Ops
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 

@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend import load_ops
+from lopa_ascend.backend import find_device
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.config import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
 from lopa_ascend.parallel.collectives import Group
@@ -197,7 +197,8 @@ def timed_cases(by_layout: Mapping[str, Ops], working: Sequence[str]) -> Iterato
 
 def eager_ops(layout: str) -> Ops:
     """The ops of this process's NPU with one layout of attention."""
-    return load_ops(EngineConfig(device="npu", graph_mode="eager", attention_layout=layout))
+    config = EngineConfig(device="npu", graph_mode="eager", attention_layout=layout)
+    return find_device(config.device).load_ops(config)
 
 
 def examine_asked(findings: Sequence[Finding], repeats: int) -> Finding:

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lopa_ascend import LLM
-from lopa_ascend.backend.cuda import INTERPRETED, check_capability
+from lopa_ascend.backend.cuda import INTERPRETED, Cuda, check_capability
 from lopa_ascend.config import ParameterError
-from lopa_ascend.engine import prepare
 
 MODELS = Path(__file__).parents[1] / "data" / "golden" / "models"
 
@@ -37,7 +36,7 @@ def test_an_old_gpu_is_refused() -> None:
 
 
 def test_a_gpu_without_room_for_the_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "free_memory", lambda *_: 2**20)
+    monkeypatch.setattr(Cuda, "free_memory", lambda *_: 2**20)
     with pytest.raises(
         ParameterError, match=r"device: the weights of a rank take .* MiB, and the GPU has 1.0 MiB free"
     ):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lopa_ascend.backend import collective_backend
-from lopa_ascend.backend.cuda import INTERPRETED
+from lopa_ascend.backend.cuda import DEVICE, INTERPRETED
 from tests import golden
 from tests.dist import ranks
 from tests.tiers import slow_but
@@ -37,6 +36,6 @@ def test_golden_cases(case: str, tp: int, bp: int, tmp_path: Path) -> None:
 
 
 def test_ranks_on_gpus_meet_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert collective_backend("cuda") == "gloo"
+    assert DEVICE.collectives == "gloo"
     monkeypatch.delenv(INTERPRETED)
-    assert collective_backend("cuda") == "nccl"
+    assert DEVICE.collectives == "nccl"

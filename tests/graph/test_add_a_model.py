@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.graph.fusion.passes import passes
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from examples.plain_dream.plain_dream import PlainDream, RMSNorm, SelfAttention, rotate
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.checkpoint import CheckpointError
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.models import open_model

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from lopa_ascend.parallel import mesh
+from lopa_ascend.backend.npu import Npu
 from tests.dist.generate import run
 from tests.npu.lab import capture, collectives, device, engine  # noqa: F401
 
@@ -22,7 +22,7 @@ WRITE = "npu::npu_scatter_pa_kv_cache"
 
 def main() -> None:
     jobs = json.loads(Path(sys.argv[1]).read_text())
-    with mock.patch.object(mesh, "collective_backend", return_value="gloo"):
+    with mock.patch.object(Npu, "collectives", "gloo"):
         outputs = [run(job) for job in jobs]
     named = [([task.op.name() for task in tape.tasks], tape) for tape in capture.tapes()]
     steps = [(names, tape) for names, tape in named if WRITE in names]

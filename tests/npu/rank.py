@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.config import ModelConfig

@@ -13,7 +13,7 @@ import torch
 from torch_npu import npu
 
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.backend.memory import default_kv_memory, free_memory
+from lopa_ascend.backend.npu import DEVICE
 from lopa_ascend.backend.npu.gate import WrongKernelError
 from lopa_ascend.config import ATTENTION_LAYOUTS, ParameterError
 from lopa_ascend.kv.pool import KVPool
@@ -222,12 +222,12 @@ def test_a_rank_without_an_npu_is_refused(small: Path, monkeypatch: pytest.Monke
 
 
 def test_free_memory_is_what_the_device_has_left() -> None:
-    before = free_memory("npu", 1)
+    before = DEVICE.free_memory(1)
     held = torch.empty(2**31, dtype=torch.uint8, device="npu")  # more than tests before may have left in a segment
-    assert before - free_memory("npu", 1) == pytest.approx(held.nbytes, abs=2**22)
-    assert default_kv_memory("npu", 16) == free_memory("npu", 16) * 4 // 5, "an NPU is not shared by ranks"
+    assert before - DEVICE.free_memory(1) == pytest.approx(held.nbytes, abs=2**22)
+    assert DEVICE.kv_memory(16) == DEVICE.free_memory(16) * 4 // 5, "an NPU is not shared by ranks"
     del held
-    assert free_memory("npu", 1) == pytest.approx(before, abs=2**22)
+    assert DEVICE.free_memory(1) == pytest.approx(before, abs=2**22)
 
 
 def test_what_attention_will_refuse_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

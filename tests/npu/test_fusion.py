@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from examples.plain_dream.plain_dream import PlainDream
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs

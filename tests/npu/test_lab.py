@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_npu import npu
 
-from lopa_ascend.backend.npu import hccl
+from lopa_ascend.backend.npu import DEVICE, hccl
 from lopa_ascend.parallel import mesh
 from tests.npu.lab import attention, cann, capture, collectives, device, units  # noqa: F401
 from tests.npu.lab.constraints import NpuConstraint
@@ -156,7 +156,7 @@ def test_a_communicator_takes_streams_by_its_own_expansion(monkeypatch: pytest.M
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
         tp, bp = (
-            mesh.new_groups(purpose, ranks, timedelta(seconds=10), timeout=60).group_name
+            mesh.new_groups(DEVICE, purpose, ranks, timedelta(seconds=10), timeout=60).group_name
             for purpose, ranks in (("tp", [[0, 1], [2, 3]]), ("bp", [[0, 2], [1, 3]]))
         )
         assert streams_taken([frozenset({tp})] * 3) == 3 * 2

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch_npu import npu
 
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.kv.pages import PAGE_SIZE

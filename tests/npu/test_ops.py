@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Entries, Experts
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.config import ATTENTION_LAYOUTS, ExpertsConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.checkpoint import quantize_weight
 from lopa_ascend.config import ParameterError

@@ -126,6 +126,7 @@ from dataclasses import asdict
 from unittest import mock
 import tests.npu.lab
 import torch
+from lopa_ascend.backend.npu import Npu
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.parallel import mesh
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank
@@ -137,7 +138,7 @@ from tests.npu.lab import capture, collectives, device
 
 tp, bp = map(int, sys.argv[2:])
 config = EngineConfig(device="npu", tensor_parallel_size=tp, branch_parallel_size=bp)
-with mock.patch.object(mesh, "collective_backend", return_value="gloo"):
+with mock.patch.object(Npu, "collectives", "gloo"):
     joined = mesh.Mesh.join(config, Rendezvous.from_environment(), exit_rank)
 measured.SIZES = parts.SIZES = (1024, 4096)
 device_of_rank, known = torch.device("npu", 0), [Finding("attention TND, 32 queries each", "ok")]

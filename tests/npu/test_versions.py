@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +12,21 @@ import torch_npu
 from torch_npu import npu
 
 from lopa_ascend import LLM
-from lopa_ascend.backend.npu import load_npu_ops
+from lopa_ascend.backend.npu import DEVICE
 from lopa_ascend.backend.npu.versions import FIRST_POST_RELEASES, UnsupportedStackError
+from lopa_ascend.config import EngineConfig
 from tests.npu.lab import device  # noqa: F401
 
 pytestmark = pytest.mark.npu
 
 
+def load_ops(graph_mode: str, **options: Any) -> Any:
+    return DEVICE.load_ops(EngineConfig(device="npu", graph_mode=graph_mode, **options))
+
+
 @pytest.mark.parametrize("mode", FIRST_POST_RELEASES)
 def test_this_stack_is_taken_and_the_options_arrive(mode: str) -> None:
-    ops = load_npu_ops(mode, attention_layout="BSH")
+    ops = load_ops(mode, attention_layout="BSH")
     assert ops.device.type == "npu"
     assert ops.kernel_layout == "BSH"
 
@@ -34,14 +40,14 @@ def test_it_has_what_the_table_says() -> None:
 def test_a_cann_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("torch_npu.npu.utils"), "get_cann_version", lambda: "8.3.RC1")
     with pytest.raises(UnsupportedStackError, match=r"CANN 8\.3\.RC1 is too old"):
-        load_npu_ops("eager")
+        load_ops("eager")
 
 
 def test_a_driver_that_is_too_old_is_refused_for_captures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lopa_ascend.backend.npu.versions.driver_version", lambda: "24.1.rc3.7")
     with pytest.raises(UnsupportedStackError, match=r"driver 24\.1\.rc3\.7 cannot .* install Ascend HDK 25\.5\.1"):
-        load_npu_ops("npugraph_ex")
-    load_npu_ops("eager")
+        load_ops("npugraph_ex")
+    load_ops("eager")
 
 
 def test_an_engine_is_refused_variables_that_break_captures_before_it_looks_for_weights(
@@ -61,7 +67,7 @@ def test_an_engine_is_refused_variables_that_break_captures_before_it_looks_for_
 
 def test_kernels_are_not_compiled_at_run_time_and_tensors_keep_the_nd_format() -> None:
     npu.config.allow_internal_format = True
-    load_npu_ops("eager")
+    load_ops("eager")
     assert npu.is_jit_compile_false()
     options = [torch_npu._C._npu_getOption(name) for name in ("jitCompile", "ALLOW_INTERNAL_FORMAT")]
     assert options == [b"disable", b"disable"]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.blocks import BlockState

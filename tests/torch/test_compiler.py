@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from lopa_ascend.backend.compiler import GraphError
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Entries
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.kv.pages import PAGE_SIZE

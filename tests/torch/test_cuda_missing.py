@@ -6,14 +6,14 @@ from importlib.util import find_spec
 
 import pytest
 
-from lopa_ascend.backend import open_device
+from lopa_ascend.backend.cuda import DEVICE
 from lopa_ascend.config import EngineConfig, ParameterError
 
 
 @pytest.mark.skipif(find_spec("triton") is not None, reason="Triton is installed here")
 def test_triton_is_an_extra() -> None:
     with pytest.raises(ParameterError, match=r"device: cuda cannot be used: Triton is missing; pip install -e"):
-        open_device("cuda")
+        DEVICE.open()
 
 
 def test_cuda_has_graph_modes_of_its_own() -> None:

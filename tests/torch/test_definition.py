@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lopa_ascend.backend.cpu import CpuOps, definition
+from lopa_ascend.backend.cpu import definition
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.kv.pages import PAGE_SIZE
 from tests.tiers import examples

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lopa_ascend.backend.cpu import CpuOps, definition
+from lopa_ascend.backend.cpu import definition
 from lopa_ascend.backend.cpu.experts import route
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Experts
 from lopa_ascend.checkpoint import quantize_weight
 from lopa_ascend.config import ConfigError, ExpertsConfig, ModelConfig

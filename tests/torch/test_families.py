@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lopa_ascend import checkpoint
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Entries
 from lopa_ascend.checkpoint import CheckpointError, Shard
 from lopa_ascend.checkpoint.write import write_checkpoint, write_int8

@@ -22,7 +22,7 @@ STEP = """
 import logging, sys
 from pathlib import Path
 import torch
-from lopa_ascend.backend.inductor import Inductor
+from lopa_ascend.backend.cpu.inductor import Inductor
 logging.basicConfig(format="%(message)s")
 tensors = [torch.arange(64.0).reshape(8, 8) / 64, torch.eye(8)]
 step = lambda tensors, kv_lengths: torch.relu(tensors[0] @ tensors[1] + 1) * kv_lengths[0]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.backend.cpu import CpuOps, definition
+from lopa_ascend.backend.cpu import definition
 from lopa_ascend.backend.cpu.int8 import multiply_float32, packs_exactly
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.checkpoint import quantize_weight
 from lopa_ascend.config import ParameterError
 from tests.tiers import slow_but

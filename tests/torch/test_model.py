@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lopa_ascend import DecodingParams
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.core import Request, Sequence
 from lopa_ascend.decode import begin
 from lopa_ascend.kv.pages import PageTables, pages_for

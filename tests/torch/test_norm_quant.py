@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lopa_ascend.backend.cpu import CpuOps, definition
+from lopa_ascend.backend.cpu import definition
+from lopa_ascend.backend.cpu.ops import CpuOps
 from tests.torch.paging import randn
 
 either = pytest.mark.parametrize("ops", [CpuOps(), definition], ids=["fast", "plain"])

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lopa_ascend.backend import load_ops
-from lopa_ascend.backend.cpu import CpuOps, definition
+from lopa_ascend.backend.cpu import DEVICE, definition
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.cpu.products import Products
 from lopa_ascend.backend.interface import Entries
 from lopa_ascend.config import EngineConfig, ParameterError
@@ -32,9 +32,9 @@ def either(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def test_what_is_for_an_npu_is_refused_by_name() -> None:
-    assert load_ops(EngineConfig()).device.type == "cpu"
+    assert DEVICE.load_ops(EngineConfig()).device.type == "cpu"
     with pytest.raises(ParameterError, match="attention_layout: is for device npu, and this is device cpu"):
-        load_ops(EngineConfig(attention_layout="BSH"))
+        DEVICE.load_ops(EngineConfig(attention_layout="BSH"))
 
 
 @pytest.mark.parametrize("rows", slow_but([1, 2, 3, 4, 5, 64], [1, 5, 64]))

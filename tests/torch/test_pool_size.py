@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lopa_ascend.backend import memory
 from lopa_ascend.backend.compiler import Compiler, Eager, GraphError
+from lopa_ascend.backend.npu import Npu
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.prepare import choose_num_pages
 from lopa_ascend.graph.buckets import Bucket, declare
@@ -27,7 +27,7 @@ def num_pages(monkeypatch: pytest.MonkeyPatch, free: int, page_bytes: int, slots
         free: bytes that the device has left.
         slots: slots of a sequence on a rank.
     """
-    monkeypatch.setattr(memory, "free_memory", lambda *_: free)
+    monkeypatch.setattr(Npu, "free_memory", lambda *_: free)
     config = EngineConfig(device="npu", **ranks)
     shape = Bucket(config.max_num_seqs, 8, PAGES, 4, slots, 32, 8)
     plan = GraphPlan(shape, declare(shape, 8192), Eager())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.score.greedy import GreedyScore, Scored
 from lopa_ascend.score.merge import merge_scores

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.model.base import Model
 from lopa_ascend.parallel.collectives import ALONE
 from lopa_ascend.probe import no_probe

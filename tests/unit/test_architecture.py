@@ -1,5 +1,6 @@
 """The import contracts are there and cover what they should; the folders beside lopa_ascend/ have one name each."""
 
+import ast
 import importlib
 import os
 import re
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lopa_ascend.backend import find_device
+from lopa_ascend.config import GRAPH_MODES_BY_DEVICE
 
 ROOT = Path(__file__).resolve().parents[2]
 TOML = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -25,12 +29,16 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
+def layers() -> list[set[str]]:
+    """The rooms, from the top."""
+    return [{name.strip(" ()") for name in layer.split("|")} for layer in CONTRACTS["imports point one way"]["layers"]]
+
+
 def test_layers_are_as_designed():
     contract = CONTRACTS["imports point one way"]
-    layers = [{name.strip(" ()") for name in layer.split("|")} for layer in contract["layers"]]
     assert contract["type"] == "layers"
     assert contract["exhaustive"]
-    assert layers == [
+    assert layers() == [
         {"serve", "llm"},
         {"engine"},
         {"runner"},
@@ -72,11 +80,34 @@ def test_the_http_process_is_one_of_the_contracts():
     assert "torch" in contract["forbidden_modules"]
 
 
+def test_no_room_above_the_backend_asks_which_device_it_is():
+    """It asks the device's object. Names stand in the table of the setting, and where tensors lie by default."""
+    devices, found = {*GRAPH_MODES_BY_DEVICE}, set()
+    for path in (ROOT / "lopa_ascend").rglob("*.py"):
+        name = str(path.relative_to(ROOT / "lopa_ascend"))
+        if not name.startswith("backend/"):
+            constants = (n.value for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Constant))
+            found |= {(name, value) for value in constants if value in devices}
+    assert found == {("config/engine.py", device) for device in devices} | {("checkpoint/__init__.py", "cpu")}
+
+
+def test_devices_have_a_contract_and_a_package_each():
+    contract = CONTRACTS["a device is one object"]
+    assert sorted(contract["forbidden_modules"]) == sorted(
+        f"lopa_ascend.backend.{name}" for name in GRAPH_MODES_BY_DEVICE
+    )
+    above = {f"lopa_ascend.{name}" for layer in layers()[:6] for name in layer}
+    assert {*contract["source_modules"]} == above | {"lopa_ascend.backend.device"}
+    for name in GRAPH_MODES_BY_DEVICE:
+        assert find_device(name).name == name
+
+
 NPU_CHECKS = ("lopa_ascend.backend.npu.versions", "lopa_ascend.backend.npu.environment")
 """Run before a launch, on machines where torch may not load."""
+DEVICES = [f"lopa_ascend.backend.{name}" for name in GRAPH_MODES_BY_DEVICE]
 
 
-@pytest.mark.parametrize("module", ["lopa_ascend", "lopa_ascend.serve.server", *NPU_CHECKS, *PURE])
+@pytest.mark.parametrize("module", ["lopa_ascend", "lopa_ascend.serve.server", *DEVICES, *NPU_CHECKS, *PURE])
 def test_pure_modules_do_not_import_torch(module: str):
     """Nor numpy, whose import takes a third of the time in which the command line answers."""
     heavy = {"torch", "torch_npu", "transformers", "numpy"}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lopa_ascend.backend import memory
+from lopa_ascend.backend.cpu import DEVICE
 from lopa_ascend.backend.memory import is_out_of_memory
 
 GIB = 2**30
@@ -27,21 +28,21 @@ def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_container_s_limit_counts_where_it_leaves_less(container: Path) -> None:
-    assert memory.free_memory("cpu", 1) == 5 * GIB // 2
-    assert memory.default_kv_memory("cpu", 2) == 5 * GIB // 8
+    assert memory.free_memory(1) == 5 * GIB // 2
+    assert DEVICE.kv_memory(2) == 5 * GIB // 8
     (container / "memory.max").write_text(f"{9 * GIB}\n")
-    assert memory.free_memory("cpu", 1) == 6 * GIB
+    assert memory.free_memory(1) == 6 * GIB
 
 
 def test_no_limit_is_that_of_the_machine(container: Path) -> None:
     (container / "memory.max").write_text("max\n")
-    assert memory.free_memory("cpu", 1) == 6 * GIB
+    assert memory.free_memory(1) == 6 * GIB
     (container / "memory.max").unlink()
-    assert memory.free_memory("cpu", 1) == 6 * GIB
+    assert memory.free_memory(1) == 6 * GIB
 
 
 def test_this_machine_has_memory() -> None:
-    assert 0 < memory.free_memory("cpu", 1) < 2**50
+    assert 0 < memory.free_memory(1) < 2**50
 
 
 def test_what_says_that_there_was_no_memory() -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from lopa_ascend.backend.npu.health import Die, parse_link, parse_memory, parse_table, read_dies
+from lopa_ascend.backend.npu.health import Die, gauges, parse_link, parse_memory, parse_table, read_dies
 from lopa_ascend.serve.dies import Dies
 from lopa_ascend.serve.metrics import metrics_text
 from scripts.launch.arguments import Launch
@@ -219,8 +219,10 @@ def test_a_machine_without_npu_smi():
 
 
 def test_metrics():
+    ask = driver(node_of_910c({3: "Warning", 5: "UNKNOWN"}), errors=2)
+
     async def read() -> tuple[str, str]:
-        dies = Dies(driver(node_of_910c({3: "Warning", 5: "UNKNOWN"}), errors=2))
+        dies = Dies(lambda: gauges(read_dies(ask, with_links=True)))
         before = metrics_text([], dies).decode()
         dies.refresh()
         assert dies._reading is not None

@@ -3,58 +3,126 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from lopa_ascend.backend.device import Device, Gauge
 from lopa_ascend.backend.npu.environment import check_environment
-from lopa_ascend.backend.npu.versions import check_installed
-from lopa_ascend.config import ParameterError
+from lopa_ascend.backend.npu.health import gauges, read_dies
+from lopa_ascend.backend.npu.versions import CAPTURING_MODES, check_installed
+from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
 
 if TYPE_CHECKING:
-    from lopa_ascend.backend.npu.ops import NpuOps
+    from lopa_ascend.backend.compiler import Compiler
+    from lopa_ascend.backend.interface import Ops, Profiler
+
+MIN_GROUP = 2
+"""The kernel of routing takes groups of more experts than these."""
+TND_HEADS = (128, 192)
+"""Elements of the heads that attention takes in the layouts TND and TND16."""
 
 
-def load_npu_ops(graph_mode: str, *, attention_layout: str = "TND") -> NpuOps:
-    """Opens this process's NPU as ``open_npu`` does, and loads its ops, for a graph mode.
+class Npu(Device):
+    """An Ascend NPU: one die."""
 
-    Raises:
-        ParameterError: this process's NPU does not exist.
-        UnsupportedStackError: the installed versions, or environment variables, keep the graph mode from running.
-        ValueError: the attention layout is unknown.
-    """
-    check_installed(graph_mode)
-    check_environment(os.environ, graph_mode)
-    open_npu()
-    from lopa_ascend.backend.npu.ops import NpuOps
+    name, resource, collectives = "npu", "NPU", "hccl"
+    has_layouts = wants_all_pages = True
 
-    return NpuOps(attention_layout=attention_layout)
+    def open(self) -> None:
+        """Kernels are then taken as they are installed, instead of being compiled for each new shape, and tensors keep
+        the ND format, which is what the ops of this project take."""
+        check_installed("eager")
+        from torch_npu import npu
+
+        index, count = int(os.environ.get("LOCAL_RANK", 0)), npu.device_count()
+        if index >= count:
+            message = f"this rank needs NPU {index} (LOCAL_RANK), but this machine has {count} NPUs, numbered from 0"
+            raise ParameterError("device", message)
+        npu.set_device(index)
+        npu.set_compile_mode(jit_compile=False)
+        npu.config.allow_internal_format = False
+
+    def read_health(self) -> Sequence[Gauge]:
+        return gauges(read_dies(with_links=True))
+
+    def communicator_options(self, backend: str, purpose: str, timeout: int) -> Any:
+        if backend != "hccl":
+            return None
+        from lopa_ascend.backend.npu import hccl
+
+        return hccl.communicator_options(purpose, timeout)
+
+    def free_memory(self, ranks: int) -> int:
+        from torch_npu import npu
+
+        npu.empty_cache()
+        free: int = npu.mem_get_info()[0]
+        return free
+
+    def _load_ops(self, config: EngineConfig) -> Ops:
+        check_installed(config.graph_mode)
+        check_environment(os.environ, config.graph_mode)
+        self.open()
+        from lopa_ascend.backend.npu.ops import NpuOps
+
+        return NpuOps(attention_layout=config.attention_layout)
+
+    def check_model(self, config: EngineConfig, model: ModelConfig, path: Path, *, has_int8: bool) -> Sequence[str]:
+        if model.experts is not None and has_int8:
+            message = f"'w8a8' does not go with device npu for the mixture of experts of {path}; leave it out"
+            raise ParameterError("quantization", message)
+        if model.experts is not None and (size := model.experts.num_experts // model.experts.num_groups) <= MIN_GROUP:
+            found = f"{path}: groups of {size} experts (num_experts / n_group)"
+            raise ParameterError("model", f"{found} are too small for device npu, which takes more than {MIN_GROUP}")
+        if model.dtype != "bfloat16":
+            message = f"on device npu needs dtype bfloat16, got {model.dtype}"
+            if config.quantization is not None:
+                raise ParameterError("quantization", f"'w8a8' {message}")
+            if has_int8:
+                raise ParameterError("model", f"int8 weights {message}")
+        return tuple(_doubts(config.attention_layout, model))
+
+    def checked_ops(self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int) -> tuple[Ops, str]:
+        import torch
+
+        from lopa_ascend.backend.npu.gate import AttentionShape, right_ops
+        from lopa_ascend.backend.npu.ops import NpuOps
+
+        assert isinstance(ops, NpuOps)
+        shape = AttentionShape(
+            queries=min(config.graph_params.block_size, max_keys),
+            heads=model.num_heads // config.tensor_parallel_size,
+            kv_heads=model.local_kv_heads(config.tensor_parallel_size),
+            head_dim=model.head_dim,
+            dtype=getattr(torch, model.dtype),
+            max_keys=max_keys,
+        )
+        right = right_ops(ops, shape, config.graph_mode in CAPTURING_MODES)
+        return right, right.attention_layout
+
+    def load_compiler(self, mode: str, key: str, directory: Path | None) -> Compiler:
+        from lopa_ascend.backend.npu.compiler import Ge, NpuGraphEx
+
+        return {"npugraph_ex": NpuGraphEx, "ge": Ge}[mode](key, directory)
+
+    @property
+    def profiler(self) -> Profiler:
+        from lopa_ascend.backend.npu import profiler
+
+        return profiler
 
 
-def open_npu() -> None:
-    """Makes NPU number LOCAL_RANK of the environment, or 0, the current one of this thread.
-
-    Kernels are then taken as they are installed, instead of being compiled for each new shape, and tensors keep the
-    ND format, which is what the ops of this project take.
-
-    Raises:
-        ParameterError: this process's NPU does not exist.
-        UnsupportedStackError: torch_npu or CANN is missing or too old.
-    """
-    check_installed("eager")
-    from torch_npu import npu
-
-    index, count = int(os.environ.get("LOCAL_RANK", 0)), npu.device_count()
-    if index >= count:
-        message = f"this rank needs NPU {index} (LOCAL_RANK), but this machine has {count} NPUs, numbered from 0"
-        raise ParameterError("device", message)
-    npu.set_device(index)
-    npu.set_compile_mode(jit_compile=False)
-    npu.config.allow_internal_format = False
+def _doubts(attention_layout: str, model: ModelConfig) -> Iterator[str]:
+    """Settings that the kernel of attention will refuse: its own error comes in the first step only, and names no
+    setting."""
+    if model.dtype == "float32":
+        yield "attention on an NPU takes no float32; choose dtype bfloat16"
+    if attention_layout != "BSH" and model.head_dim not in TND_HEADS:
+        yield (
+            f"attention_layout {attention_layout} takes heads of {' or '.join(map(str, TND_HEADS))} elements; this "
+            f"model has heads of {model.head_dim}, so choose BSH"
+        )
 
 
-def free_npu_memory() -> int:
-    """Bytes that are free on the current NPU. Memory that torch caches for itself is given back first."""
-    from torch_npu import npu
-
-    npu.empty_cache()
-    free: int = npu.mem_get_info()[0]
-    return free
+DEVICE = Npu()

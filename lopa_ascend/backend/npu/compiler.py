@@ -34,7 +34,7 @@ import torchair
 from npugraph_ex.inference._cache_compiler import CompiledModel as NpuGraphExModel
 from torchair.inference._cache_compiler import CompiledModel as GeModel
 
-from lopa_ascend.backend.compiler import MIN_KV_LENGTH, Compiler, GraphError, Run, Step, dynamic_kv_lengths
+from lopa_ascend.backend.compiler import MIN_KV_LENGTH, GraphError, Run, Step, dynamic_kv_lengths
 from lopa_ascend.backend.graph_cache import CachingCompiler, GraphCache
 from lopa_ascend.backend.memory import causes
 from lopa_ascend.backend.npu.captured import CapturedRun, capturing
@@ -53,12 +53,6 @@ OUT_OF_STREAMS = "207008"
 """Error code of the runtime when the device has no stream for another graph."""
 _numbers = count()
 logger = logging.getLogger(__name__)
-
-
-def load_npu_compiler(mode: str, key: str, cache_dir: Path | None) -> Compiler:
-    """The compiler of a graph mode, "npugraph_ex" or "ge"; see ``PackageCompiler``."""
-    compilers: dict[str, type[PackageCompiler]] = {"npugraph_ex": NpuGraphEx, "ge": Ge}
-    return compilers[mode](key, cache_dir)
 
 
 class BucketModule(torch.nn.Module):

@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from lopa_ascend.backend.device import Gauge
+
 LEVELS = ("OK", "Warning", "Alarm", "Critical")
 """What npu-smi calls a die's health, from the best; and UNKNOWN for one that does not exist or has not started."""
 TIMEOUT = 20.0
@@ -74,6 +76,20 @@ def read_dies(ask: Ask = ask, *, with_links: bool = False) -> list[Die]:
         ValueError: what it says is not understood.
     """
     return [_complete(die, ask, with_links) for die in parse_table(ask(("npu-smi", "info")))]
+
+
+def gauges(dies: Sequence[Die]) -> list[Gauge]:
+    """What is measured of dies."""
+    levels = {die.index: LEVELS.index(die.health) if die.health in LEVELS else len(LEVELS) for die in dies}
+    links = {die.index: None if die.link is None else int(die.link == "UP") for die in dies}
+    text = f"Health by npu-smi: {', '.join(f'{level} {name}' for level, name in enumerate(LEVELS))}, 4 unknown."
+    errors = {die.index: die.memory_errors for die in dies}
+    return [
+        Gauge("lopa:die_alarm", text, levels),
+        Gauge("lopa:die_temperature_celsius", "Temperature of a die.", {die.index: die.temperature for die in dies}),
+        Gauge("lopa:die_memory_errors", "Memory errors of several bits since a die was reset.", errors),
+        Gauge("lopa:die_link_up", "Whether a die's link to the network between nodes is up.", links),
+    ]
 
 
 def _complete(die: Die, ask: Ask, with_links: bool) -> Die:

@@ -22,11 +22,13 @@ import torch_npu
 from torch import Tensor
 
 from lopa_ascend.backend.interface import Entries, Experts
-from lopa_ascend.config import ATTENTION_LAYOUTS, MAX_QUERIES
+from lopa_ascend.config import ATTENTION_LAYOUTS
 
 npu = torch.ops.npu
 MAX_ENTRIES = 4096
 """Entries that the attention kernel takes at most in the layout TND."""
+MAX_QUERIES = {"TND16": 16}
+"""Queries that an attention entry has at most, by layout; any number in the others."""
 FRACTAL_NZ = 29
 """The number of the format in which the int8 product reads its weights fastest: tiles of 16 x 32."""
 JOINT_ROPE_DIMS = (64, 128)

@@ -16,6 +16,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import RequestRouter
 
+from lopa_ascend.backend import find_device
 from lopa_ascend.config import ParameterError
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.cli import config_of
@@ -23,7 +24,7 @@ from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.connections import connection_limit
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.openai.request import check_defaults
-from lopa_ascend.serve.replicas.placement import RESOURCES, ReplicaPlacement, actor_options, place, rank_needs
+from lopa_ascend.serve.replicas.placement import ReplicaPlacement, actor_options, place
 from lopa_ascend.serve.replicas.replica import Replica
 from lopa_ascend.serve.replicas.router import FewestTokens
 from lopa_ascend.serve.replicas.transport import Replicas
@@ -75,7 +76,8 @@ class Ingress:
 
 def node_resources(device: str) -> list[float]:
     """How much of a device's resource each node of the cluster has."""
-    return [node["Resources"].get(RESOURCES[device], 0.0) for node in ray.nodes() if node["Alive"]]
+    resource = find_device(device).resource
+    return [node["Resources"].get(resource, 0.0) for node in ray.nodes() if node["Alive"]]
 
 
 def application(configs: Sequence[ServeConfig], router: type[RequestRouter] = FewestTokens) -> serve.Application:
@@ -134,8 +136,8 @@ def _name(config: ServeConfig) -> str:
 
 def _deployment(name: str, config: ServeConfig, router: type[RequestRouter]) -> serve.Application:
     """The deployment of a model."""
-    nodes = node_resources(config.engine.device)
-    if max(nodes, default=0) < config.engine.tensor_parallel_size * rank_needs(config.engine):
+    nodes, needs = node_resources(config.engine.device), find_device(config.engine.device).rank_needs(config.engine)
+    if max(nodes, default=0) < config.engine.tensor_parallel_size * needs:
         nodes = [math.inf]  # nodes that are still to come should hold a replica each; Serve waits for them, and says so
     placement = place(config.engine, nodes)
     seqs = config.engine.max_num_seqs

@@ -6,24 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lopa_ascend.backend import find_device
 from lopa_ascend.config import EngineConfig, ParameterError
 
-RESOURCES = {"cpu": "CPU", "npu": "NPU", "cuda": "GPU"}
-"""By device: what Ray calls that of which a rank needs some."""
-
-
-def rank_needs(config: EngineConfig) -> int:
-    """How much of the device's resource one rank takes: a die or a GPU, or as many cores as it has threads."""
-    return (config.threads or 1) if config.device == "cpu" else 1
+OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus"}
+"""Resources for which Ray has an option of their own."""
 
 
 def actor_options(config: EngineConfig) -> dict[str, Any]:
     """What Ray must keep for the actor of one rank."""
-    if config.device == "cpu":
-        return {"num_cpus": rank_needs(config)}
-    if config.device == "cuda":
-        return {"num_cpus": 0, "num_gpus": rank_needs(config)}
-    return {"num_cpus": 0, "resources": {RESOURCES[config.device]: rank_needs(config)}}
+    device = find_device(config.device)
+    resource, needs = device.resource, device.rank_needs(config)
+    return {"num_cpus": 0} | ({OPTIONS[resource]: needs} if resource in OPTIONS else {"resources": {resource: needs}})
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,8 @@ def place(config: EngineConfig, nodes: Sequence[float]) -> ReplicaPlacement:
         ParameterError: a tensor-parallel group is larger than every node.
     """
     tp, bp = config.tensor_parallel_size, config.branch_parallel_size
-    resource, needs = RESOURCES[config.device], rank_needs(config)
+    device = find_device(config.device)
+    resource, needs = device.resource, device.rank_needs(config)
     largest = max(nodes, default=0)
     for parts in range(1, bp + 1):
         if bp % parts == 0 and bp // parts * tp * needs <= largest:

@@ -15,6 +15,7 @@ from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import lopa_ascend
+from lopa_ascend.backend import find_device
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.commands import Abort, Generate
 from lopa_ascend.parallel.launch import LOCALHOST, RankProcess, Rendezvous, follower_command, free_port
@@ -33,10 +34,10 @@ def versions() -> dict[str, str]:
     return {"lopa_ascend": lopa_ascend.__version__, "torch": importlib.metadata.version("torch")}
 
 
-def _own_dies() -> list[str]:
+def _own_dies(config: EngineConfig) -> list[str]:
     """The dies or GPUs that Ray has given to this actor; none on a CPU."""
     by_kind = ray.get_runtime_context().get_accelerator_ids()
-    return [str(die) for kind in ("NPU", "GPU") for die in by_kind.get(kind, [])]
+    return [str(die) for die in by_kind.get(find_device(config.device).resource, [])]
 
 
 def _rank_environment(
@@ -46,7 +47,7 @@ def _rank_environment(
     environment = Rendezvous(rank, config.world_size, host, port, placement.nodes == 1).environment()
     local_size = config.world_size // placement.nodes
     return environment | {
-        "LOCAL_RANK": "0" if _own_dies() else str(rank % local_size),
+        "LOCAL_RANK": "0" if _own_dies(config) else str(rank % local_size),
         "LOCAL_WORLD_SIZE": str(local_size),
     }
 
@@ -181,7 +182,7 @@ async def _start_ranks(config: EngineConfig, placement: ReplicaPlacement) -> lis
         EngineFailed: a rank has other versions than this one.
     """
     host, port = LOCALHOST if placement.nodes == 1 else ray.util.get_node_ip_address(), free_port()
-    if dies := _own_dies():
+    if dies := _own_dies(config):
         os.environ["HCCL_IF_BASE_PORT"] = str(FIRST_HCCL_PORT + HCCL_PORTS * min(map(int, dies)))
     group, actors = ray.util.get_current_placement_group(), []
     for rank in range(1, config.world_size):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lopa_ascend.backend import Device
 from lopa_ascend.backend.npu import hccl
 from lopa_ascend.parallel import mesh
 from tests.npu.lab import device, traffic, units
@@ -71,8 +72,10 @@ _modes: dict[str, int | None] = {}
 
 
 def _noted(new_groups: Callable[..., dist.ProcessGroup]) -> Callable[..., dist.ProcessGroup]:
-    def new_groups_noted(purpose: str, ranks: list[list[int]], meeting: timedelta, timeout: int) -> dist.ProcessGroup:
-        group = new_groups(purpose, ranks, meeting, timeout)
+    def new_groups_noted(
+        device: Device, purpose: str, ranks: list[list[int]], meeting: timedelta, timeout: int
+    ) -> dist.ProcessGroup:
+        group = new_groups(device, purpose, ranks, meeting, timeout)
         config = hccl.communicator_options(purpose, timeout).hccl_config
         _modes[group.group_name] = config.get("hccl_op_expansion_mode")
         return group

@@ -40,6 +40,10 @@ class Inductor(CachingCompiler):
     """
 
     mode = "inductor"
+    warning = (
+        "graph_mode inductor is meant for tests of compiled steps: on a CPU it has not been faster than graph_mode "
+        "eager. Before the first request %d graphs are compiled, which can take minutes."
+    )
 
     def __init__(self, directory: Path | None):
         super().__init__(_default_cache() if directory is None else GraphCache(directory))

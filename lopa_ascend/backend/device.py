@@ -1,0 +1,161 @@
+"""What a kind of device is to the rooms above: one object, which knows all that only this kind needs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lopa_ascend.backend import memory
+from lopa_ascend.config import GRAPH_MODES_BY_DEVICE, EngineConfig, ModelConfig, ParameterError
+
+if TYPE_CHECKING:  # the HTTP process asks for facts, and has no torch
+    from lopa_ascend.backend.compiler import Compiler
+    from lopa_ascend.backend.interface import Ops, Profiler
+
+
+class Gauge(NamedTuple):
+    """What is measured of each die of a machine."""
+
+    name: str
+    text: str
+    values: Mapping[int, int | None]
+    """By the die's number; None: not known."""
+
+
+class Device(ABC):
+    """A kind of device. Its package below this one has an instance, ``DEVICE``, and imports torch in methods alone."""
+
+    name: str
+    """As the setting ``device`` calls it."""
+    resource: str
+    """What Ray calls that of which a rank needs some."""
+    has_experts = True
+    """Whether ``Ops`` computes mixtures of experts."""
+    has_layouts = False
+    """Whether attention has other layouts than the default one."""
+    wants_all_pages = False
+    """Whether one kernel attends for a whole compiled step only if the KV pool has a page for each place in the page
+    tables of the step."""
+
+    def read_health(self) -> Sequence[Gauge]:
+        """Measures this machine's dies, which may take seconds. Raises OSError, subprocess.SubprocessError or
+        ValueError if nothing can be known."""
+        return ()
+
+    # ---- ranks -----------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:  # noqa: B027  # a CPU needs nothing
+        """Loads what torch needs for this device, and makes one the current one of this process: of several NPUs or
+        GPUs number LOCAL_RANK of the environment, or 0. Comes before the ranks meet and anything is allocated there.
+
+        Raises:
+            ParameterError: the device does not exist, or is too old.
+            UnsupportedStackError: the software of an NPU is missing or too old.
+        """
+
+    @property
+    @abstractmethod
+    def collectives(self) -> str:
+        """The backend of torch.distributed for tensors on this device."""
+
+    def communicator_options(self, backend: str, purpose: str, timeout: int) -> Any:
+        """Options of the communicator of a group with a backend, for the purpose "tp" or "bp"; None for the defaults.
+
+        Args:
+            timeout: seconds after which a silent rank is given up.
+        """
+        return None
+
+    def rank_needs(self, config: EngineConfig) -> int:
+        """How much of ``resource`` one rank takes."""
+        return 1
+
+    # ---- memory ----------------------------------------------------------------------------------------------------
+
+    @property
+    def on_host(self) -> bool:
+        """Whether tensors lie in the memory of the CPU, which all ranks of the machine share."""
+        return False
+
+    @abstractmethod
+    def free_memory(self, ranks: int) -> int:
+        """Bytes that this process can allocate: on an NPU or a GPU that it has to itself, or as one of ``ranks``
+        processes that share the memory of a CPU. What torch has cached on the device is given back first."""
+
+    def kv_memory(self, ranks: int, reserved: int = 0) -> int:
+        """Bytes of one rank's KV pool, once its weights are loaded: of what is free beside ``reserved`` bytes, one half
+        of a CPU's, at most 4 GiB, or four fifths: activations, graphs and collectives need the rest."""
+        free = max(0, self.free_memory(ranks) - reserved)
+        return min(memory.MAX_KV_MEMORY, free // 2) if self.on_host else free * 4 // 5
+
+    def check_memory(self, needed: int, ranks: int) -> None:  # noqa: B027  # few devices do
+        """Raises a ParameterError if the device cannot hold the weights of a rank, of ``needed`` bytes."""
+
+    # ---- computing -------------------------------------------------------------------------------------------------
+
+    def load_ops(self, config: EngineConfig) -> Ops:
+        """Opens the device as ``open`` does, and loads its fused ops.
+
+        Raises:
+            ParameterError, UnsupportedStackError: as ``open``; or the device has no such ``attention_layout``, or its
+                software cannot run the graph mode.
+        """
+        if config.attention_layout != EngineConfig.attention_layout and not self.has_layouts:
+            message = f"is for device {_those_with('has_layouts')}, and this is device {self.name}"
+            raise ParameterError("attention_layout", message)
+        return self._load_ops(config)
+
+    @abstractmethod
+    def _load_ops(self, config: EngineConfig) -> Ops:
+        """``load_ops`` after its check."""
+
+    def check_model(self, config: EngineConfig, model: ModelConfig, path: Path, *, has_int8: bool) -> Sequence[str]:
+        """What may go wrong, for the user. Needs no weights.
+
+        Args:
+            model: with the dtype that the weights are to have.
+            has_int8: whether linear layers are int8, stored or quantised.
+
+        Raises:
+            ParameterError: the model, or a setting, does not go with the device.
+        """
+        if model.experts is not None and not self.has_experts:
+            message = f"{path} has experts, for which device {self.name} has no kernels"
+            raise ParameterError("model", f"{message}; choose {_those_with('has_experts')}")
+        return ()
+
+    def checked_ops(self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int) -> tuple[Ops, str]:
+        """The ops of an attention layout that computes rightly, and the layout.
+
+        Args:
+            ops: of ``load_ops``.
+            model: with the dtype of queries and keys.
+            max_keys: positions of the longest sequence.
+
+        Raises:
+            WrongKernelError: no layout does; names the kernel, its shape and its error.
+        """
+        return ops, config.attention_layout
+
+    @abstractmethod
+    def load_compiler(self, mode: str, key: str, directory: Path | None) -> Compiler:
+        """The compiler of a graph mode of this device other than "eager"; see ``graph.compile.load_compiler``."""
+
+    @property
+    @abstractmethod
+    def profiler(self) -> Profiler:
+        """Records what the device computes."""
+
+
+def find_device(name: str) -> Device:
+    """The device of a row of ``GRAPH_MODES_BY_DEVICE``."""
+    device: Device = import_module(f"lopa_ascend.backend.{name}").DEVICE
+    return device
+
+
+def _those_with(capability: str) -> str:
+    """The devices for which an attribute holds, e.g. "cpu or npu"."""
+    return " or ".join(name for name in GRAPH_MODES_BY_DEVICE if getattr(find_device(name), capability))
