@@ -146,7 +146,7 @@ class SplitSource(ModelSource):
 
     @property
     def identity(self) -> object:
-        return self.config, self._int8_modules
+        return self.config, self._int8_modules, self._family.decoder
 
     def weight_bytes(self, ranks: int) -> int:
         size = getattr(torch, checkpoint.with_dtype(self.config, self._options.dtype).dtype).itemsize

@@ -3,7 +3,7 @@
 from lopa_ascend.families.family import Family
 from lopa_ascend.families.reading import read_config
 from lopa_ascend.families.recommended import ignored_sampling, recommendations, recommended_decoding
-from lopa_ascend.families.registry import FAMILIES, family_in, family_of, find_family, register_family
+from lopa_ascend.families.registry import FAMILIES, family_in, family_of, register_family
 from lopa_ascend.families.table import HEAD, Row, Table
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "Table",
     "family_in",
     "family_of",
-    "find_family",
     "ignored_sampling",
     "read_config",
     "recommendations",

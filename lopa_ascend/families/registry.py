@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lopa_ascend.config import ConfigError
-from lopa_ascend.config.files import read_json_object, shown
+from lopa_ascend.config.files import read_json_object
 from lopa_ascend.families import dream, dream_reasoner, fast_dllm2, llada, llada2, sdar
 from lopa_ascend.families.family import Family
 
@@ -68,19 +68,6 @@ def family_of(model: str | Path) -> Family | None:
         ConfigError: as ``family_in``, or ``config.json`` is broken.
     """
     return family_in(read_json_object(Path(model) / "config.json", ConfigError, optional=True))
-
-
-def find_family(config: Mapping[str, Any]) -> Family:
-    """As ``family_in``.
-
-    Raises:
-        ConfigError: as there, or it is of no known family.
-    """
-    family = family_in(config)
-    if family is None:
-        known = ", ".join(sorted(known_families()))
-        raise ConfigError(f"model_type is {shown(config.get('model_type'))}, expected one of {known}")
-    return family
 
 
 def family_of_checkpoint(name: str) -> str | None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.config.settings import HelpFormatter
-from lopa_ascend.families import find_family
+from lopa_ascend.model.registry import find_model
 from scripts.arguments import number_from
 
 if TYPE_CHECKING:
@@ -88,7 +88,9 @@ def main(argv: list[str] | None = None) -> None:
 
     try:
         int8 = EngineConfig(quantization="w8a8", quantization_exclude=tuple(args.exclude)).int8_layers()
-        family = find_family(config_json(args.model))
+        family = find_model(config_json(args.model))
+        if family is None:
+            raise ValueError(f"{args.model}: models in plain torch are not quantised")
         open_to_quantize(args.model, args.out, family)
         activations = None
         if args.smooth is not None:

@@ -23,12 +23,13 @@ from lopa_ascend.backend.interface import Entries
 from lopa_ascend.checkpoint import CheckpointError
 from lopa_ascend.checkpoint.write import write_checkpoint, write_int8
 from lopa_ascend.config.engine import INT8_LAYERS
-from lopa_ascend.families import FAMILIES, find_family, read_config
+from lopa_ascend.families import FAMILIES, read_config
 from lopa_ascend.families.registry import family_of_checkpoint
 from lopa_ascend.families.table import Shard
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.model.decoder import Decoder
+from lopa_ascend.model.registry import find_model
 from lopa_ascend.parallel.collectives import ALONE, Group
 from scripts.eval import make_checkpoint
 from tests import llada2_reference, rounding
@@ -56,7 +57,8 @@ class Threads(Group):
 
 
 def model_of(path: Path, tp: Group = ALONE, **options: Any) -> Decoder:
-    family = find_family(checkpoint.config_json(path))
+    family = find_model(checkpoint.config_json(path))
+    assert family is not None
     found = checkpoint.open_checkpoint(path, family)
     return Decoder(family, *checkpoint.load(found, shard=Shard(tp.rank, tp.size), **options), CpuOps(), tp)
 
