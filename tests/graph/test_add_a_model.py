@@ -20,7 +20,7 @@ def test_its_code_is_that_of_the_examples() -> None:
         "toml": "".join((path / "pyproject.toml").read_text("utf-8") for path in EXAMPLES),
     }
     shown = [(kind, text) for kind, text in blocks if kind in found and "register_model" not in text]
-    assert [kind for kind, _ in shown] == ["python", "python", "python", "toml", "python", "python", "toml"]
+    assert [kind for kind, _ in shown] == ["python", "python", "toml", "python", "python", "toml"]
     for kind, text in shown:
         assert text in found[kind]
 
