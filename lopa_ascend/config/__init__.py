@@ -5,7 +5,7 @@ Each setting is declared once, as ``config.settings`` describes.
 
 from lopa_ascend.config.combinations import fitting_defaults
 from lopa_ascend.config.decoding import DecodingParams, GraphParams
-from lopa_ascend.config.decodings import DECODINGS, add_decoding, find_decoding
+from lopa_ascend.config.decodings import add_decoding
 from lopa_ascend.config.engine import (
     ATTENTION_LAYOUTS,
     GRAPH_MODES_BY_DEVICE,
@@ -16,18 +16,15 @@ from lopa_ascend.config.engine import (
 from lopa_ascend.config.files import ConfigError
 from lopa_ascend.config.limits import Limits
 from lopa_ascend.config.model import ExpertsConfig, ModelConfig
-from lopa_ascend.config.parameters import BRANCH_SCORES, MIN_TEMPERATURE, WINDOW_ATTENTIONS
+from lopa_ascend.config.parameters import MIN_TEMPERATURE
 from lopa_ascend.config.presets import Preset, find_preset, presets
 from lopa_ascend.config.settings import ContextLengthError, GraphSupport, ParameterError, context_length
 
 __all__ = [
     "ATTENTION_LAYOUTS",
-    "BRANCH_SCORES",
-    "DECODINGS",
     "GRAPH_MODES_BY_DEVICE",
     "MAX_QUERIES",
     "MIN_TEMPERATURE",
-    "WINDOW_ATTENTIONS",
     "ConfigError",
     "ContextLengthError",
     "DecodingParams",
@@ -42,7 +39,6 @@ __all__ = [
     "add_decoding",
     "context_length",
     "divided_length",
-    "find_decoding",
     "find_preset",
     "fitting_defaults",
     "presets",
