@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lopa_ascend.config import DecodingParams, ParameterError
     from lopa_ascend.decode import register_decoding
+    from lopa_ascend.families import register_family
     from lopa_ascend.llm import LLM, GenerationError
     from lopa_ascend.model.registry import register_model
     from lopa_ascend.parallel.collectives import RankError
@@ -38,6 +39,7 @@ __all__ = [
     "RankError",
     "__version__",
     "register_decoding",
+    "register_family",
     "register_model",
 ]
 
@@ -49,6 +51,7 @@ _MODULES = {
     "ParameterError": "lopa_ascend.config",
     "RankError": "lopa_ascend.parallel.collectives",
     "register_decoding": "lopa_ascend.decode",
+    "register_family": "lopa_ascend.families",
     "register_model": "lopa_ascend.model.registry",
 }
 

@@ -24,11 +24,11 @@ from lopa_ascend.config import (
     GraphParams,
     ParameterError,
     fitting_defaults,
-    recommended_decoding,
 )
 from lopa_ascend.config.settings import refuse_unknown
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.ranks import start_engine
+from lopa_ascend.families import recommended_decoding
 from lopa_ascend.text.gaps import Gap, gapped_text, pieces_of, whole_text
 from lopa_ascend.text.output_stream import GapsStream, OutputStream
 from lopa_ascend.text.pass_events import PassEvents

@@ -10,11 +10,11 @@ from torch import Tensor
 from lopa_ascend import checkpoint
 from lopa_ascend.checkpoint import Checkpoint, write
 from lopa_ascend.config import ModelConfig
-from lopa_ascend.model.dream import Dream
+from lopa_ascend.families import dream
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    return checkpoint.open_checkpoint(path, Dream.architecture)
+    return checkpoint.open_checkpoint(path, dream.FAMILY)
 
 
 def load(path: str | Path, **options: Any) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -22,4 +22,4 @@ def load(path: str | Path, **options: Any) -> tuple[ModelConfig, dict[str, Tenso
 
 
 def write_int8(path: Path, out: Path, **options: Any) -> Path:
-    return write.write_int8(path, out, Dream.architecture, **options)
+    return write.write_int8(path, out, dream.FAMILY, **options)

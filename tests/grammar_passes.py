@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.families import FAMILIES
 from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import DREAM, RowPlan, RowResult, StepRecord

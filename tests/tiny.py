@@ -102,7 +102,7 @@ def write_llada(path: Path, dream: Path) -> Path:
     """Writes the LLaDA with the weights of a Dream without biases: the same model, with logits of other positions."""
     from safetensors.torch import load_file
 
-    from lopa_ascend.config.families import FAMILIES
+    from lopa_ascend.families import FAMILIES
 
     path.mkdir(parents=True, exist_ok=True)
     values, tensors = json.loads((dream / "config.json").read_text()), load_file(str(dream / "model.safetensors"))

@@ -16,7 +16,7 @@ import torch
 
 from lopa_ascend.checkpoint.files import CheckpointError
 from lopa_ascend.checkpoint.lora import Adapter, merge_adapter, open_adapter
-from lopa_ascend.checkpoint.read import DTYPES, Checkpoint, model_type, open_checkpoint
+from lopa_ascend.checkpoint.read import DTYPES, Checkpoint, PlainTensors, config_json, open_checkpoint
 from lopa_ascend.checkpoint.streams import (
     check_weights,
     checked_copies,
@@ -26,26 +26,21 @@ from lopa_ascend.checkpoint.streams import (
     stacked,
     stored_int8,
 )
-from lopa_ascend.checkpoint.table import HEAD, SCALE, Architecture, Row, Shard, Table, Tensors, TensorSlices, TensorSpec
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.config.engine import WEIGHT_DTYPES
+from lopa_ascend.families.table import SCALE, Shard, TensorSlices
 from lopa_ascend.process.progress import progress
 
 __all__ = [
     "DTYPES",
-    "HEAD",
     "Adapter",
-    "Architecture",
     "Checkpoint",
     "CheckpointError",
-    "Row",
+    "PlainTensors",
     "Shard",
-    "TensorSpec",
-    "Table",
-    "Tensors",
+    "config_json",
     "load",
     "merge_adapter",
-    "model_type",
     "open_adapter",
     "open_checkpoint",
     "quantize_weight",
@@ -93,7 +88,7 @@ def load(
 
     Returns:
         The config of the whole model, whose ``dtype`` is that of the weights; and the weights by our names, as the
-        architecture's `Table` says. The head has ``config.vocab_shard(shard.size)`` rows, zero beyond the vocabulary.
+        family's `Table` says. The head has ``config.vocab_shard(shard.size)`` rows, zero beyond the vocabulary.
         Of int8 layers the weight is int8, and ``weight_scale`` [out] float32.
 
     Raises:

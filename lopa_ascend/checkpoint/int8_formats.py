@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lopa_ascend.checkpoint.files import CheckpointError, matches_pattern
-from lopa_ascend.checkpoint.table import Tensors
 from lopa_ascend.config.files import read_json_object, shown
 from lopa_ascend.config.int8_files import (
     COMPRESSED_TENSORS,
@@ -22,6 +21,7 @@ from lopa_ascend.config.int8_files import (
     modelslim_descriptions,
     uses_compressed_tensors,
 )
+from lopa_ascend.families.table import Tensors
 
 Kind = Literal["dynamic", "static"]
 """Whether the checkpoint has the scales of activations: "static" if it has."""
@@ -63,7 +63,7 @@ def describe_int8(path: Path, raw: Mapping[str, Any], expected: Tensors) -> Int8
         CheckpointError: the description is malformed, asks for something else than W8A8, or layers that run as one
             disagree.
     """
-    is_compressed, descriptions = uses_compressed_tensors(raw), modelslim_descriptions(path)
+    is_compressed, descriptions = uses_compressed_tensors(raw.get(CONFIG_FIELD)), modelslim_descriptions(path)
     if len(descriptions) > 1:
         names = " and ".join(file.name for file in descriptions)
         raise CheckpointError(f"{path}: {names} describe int8 layers, expected one of them")

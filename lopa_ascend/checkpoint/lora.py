@@ -13,9 +13,9 @@ from lopa_ascend.checkpoint.files import CheckpointError, Header, check_director
 from lopa_ascend.checkpoint.lora_settings import AdapterSettings
 from lopa_ascend.checkpoint.read import map_tensor
 from lopa_ascend.checkpoint.streams import check_finite
-from lopa_ascend.checkpoint.table import ALL, Selected, Tensors, TensorSlices
-from lopa_ascend.config.families import FAMILIES, family_of_checkpoint
 from lopa_ascend.config.files import read_json_object, shown
+from lopa_ascend.families.registry import FAMILIES, family_of_checkpoint
+from lopa_ascend.families.table import ALL, Selected, Tensors, TensorSlices
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,12 @@ from lopa_ascend.checkpoint.files import (
 )
 from lopa_ascend.checkpoint.int8_formats import Int8Description, describe_int8
 from lopa_ascend.checkpoint.int8_members import split_members
-from lopa_ascend.checkpoint.table import Architecture, Tensors
 from lopa_ascend.config import ConfigError, ModelConfig
-from lopa_ascend.config.families import architecture_name
 from lopa_ascend.config.files import read_json_object, shown
 from lopa_ascend.config.int8_files import MODELSLIM, MODELSLIM_WEIGHTS
-from lopa_ascend.config.model import eos_ids
+from lopa_ascend.families.family import Family
+from lopa_ascend.families.reading import eos_ids, read_config
+from lopa_ascend.families.table import Tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """By the name of the dtype in config.json."""
@@ -79,17 +79,21 @@ class Checkpoint:
             yield name, map_tensor(file, name)
 
 
-def model_type(path: str | Path) -> object:
-    """The architecture that config.json describes: text, unless the file is wrong; None if it names none.
+PlainTensors = Callable[[ModelConfig], Tensors]
+"""The tensors that a model in plain torch must have."""
+
+
+def config_json(path: str | Path) -> dict[str, Any]:
+    """The fields of config.json.
 
     Raises:
         CheckpointError: the directory or the file is missing, or the file is no JSON object.
     """
     check_directory(Path(path))
-    return architecture_name(read_json_object(Path(path) / "config.json", CheckpointError))
+    return read_json_object(Path(path) / "config.json", CheckpointError)
 
 
-def open_checkpoint(path: str | Path, architecture: Architecture) -> Checkpoint:
+def open_checkpoint(path: str | Path, model: Family | PlainTensors) -> Checkpoint:
     """Checks the directory of a model without reading a weight.
 
     ``config.dtype`` of the result is what config.json names, or if it names none, the dtype that most bytes are stored
@@ -97,27 +101,24 @@ def open_checkpoint(path: str | Path, architecture: Architecture) -> Checkpoint:
 
     Args:
         path: the directory.
-        architecture: what config.json must name, and whose tensors must be there.
+        model: what config.json must describe, and whose tensors must be there.
 
     Raises:
         CheckpointError: a file, field or tensor is missing, malformed, or does not fit the others.
     """
-    path = Path(path)
-    check_directory(path)
-    raw = read_json_object(path / "config.json", CheckpointError)
+    path, family = Path(path), model if isinstance(model, Family) else None
+    raw = config_json(path)
     generation = read_json_object(path / "generation_config.json", CheckpointError, optional=True)
     try:
-        config = ModelConfig.from_json(
-            raw, generation, str(path / "config.json"), architecture.name, architecture.family
-        )
+        config = read_config(raw, generation, str(path / "config.json"), family)
         doubts = _eos_doubts(path, raw, generation, config)
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
-    expected = architecture.tensors(config)
-    int8 = None if architecture.family is None else describe_int8(path, raw, expected)
+    expected = model.tensors(config) if isinstance(model, Family) else model(config)
+    int8 = None if family is None else describe_int8(path, raw, expected)
     headers, source = _find_tensors(path, int8)
     members = split_members(int8, expected, headers) if int8 else {}
-    _check_tensors(architecture.name, expected, headers, source)
+    _check_tensors(config.model_type, expected, headers, source)
     config = replace(config, dtype=_choose_dtype(path, raw, config, [headers[name] for name in expected.specs]))
     return Checkpoint(
         path,
@@ -144,7 +145,7 @@ def _eos_doubts(path: Path, raw: dict[str, Any], generation: dict[str, Any], con
 
     It is no error: fine-tuned models often have a ``config.json`` that was left as it was.
     """
-    in_config = eos_ids(raw, config.vocab_size, str(path / "config.json"))
+    in_config = eos_ids(raw.get("eos_token_id"), config.vocab_size, str(path / "config.json"))
     if not in_config or generation.get("eos_token_id") is None or {*in_config} & {*config.eos_token_ids}:
         return ()
     file, used = path / "generation_config.json", shown(generation["eos_token_id"])

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from lopa_ascend.checkpoint.table import Tensors, TensorSpec
+from lopa_ascend.families.table import Tensors, TensorSpec
 
 STRENGTH = 0.5
 """How much of an outlier moves into the weights: the exponent that SmoothQuant calls alpha."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from lopa_ascend.checkpoint.files import CheckpointError
 from lopa_ascend.checkpoint.int8_members import Int8Members
 from lopa_ascend.checkpoint.read import Checkpoint, map_tensor
-from lopa_ascend.checkpoint.table import ALL, SCALE, Tensors, TensorSlices
+from lopa_ascend.families.table import ALL, SCALE, Tensors, TensorSlices
 
 _QUANTIZED_ROWS = 1024
 """Rows of a weight that are converted to float32 at a time."""

@@ -19,9 +19,10 @@ from lopa_ascend.checkpoint.lora import merge_adapter, open_adapter
 from lopa_ascend.checkpoint.read import Checkpoint, open_checkpoint
 from lopa_ascend.checkpoint.smooth import choose_factors, smoothed, smoothed_weights
 from lopa_ascend.checkpoint.streams import check_weights, checked_copies, quantized
-from lopa_ascend.checkpoint.table import SCALE, Architecture
 from lopa_ascend.config.files import read_json_object
 from lopa_ascend.config.int8_files import CONFIG_FIELD
+from lopa_ascend.families.family import Family
+from lopa_ascend.families.table import SCALE
 
 MAX_FILE_BYTES = 2 << 30
 """Bytes of tensors in a file, at most, unless a single tensor has more. They are in memory together."""
@@ -31,7 +32,7 @@ _CONFIG = "config.json"
 def write_int8(
     path: Path,
     out: Path,
-    architecture: Architecture,
+    family: Family,
     *,
     int8: Collection[str],
     lora: Path | None = None,
@@ -43,7 +44,7 @@ def write_int8(
     Args:
         path: directory of the float checkpoint.
         out: the directory to write, which must be missing or empty. It is returned.
-        architecture: the checkpoint's.
+        family: the checkpoint's.
         int8: the linear layers that are quantised, as ``quantization_exclude`` calls them, e.g. "qkv_proj".
         lora: directory of a PEFT LoRA adapter that is merged before.
         activations: of the model with the adapter, as ``smooth.choose_factors`` takes them, to smooth with.
@@ -55,7 +56,7 @@ def write_int8(
 
     After an exception ``out`` is empty again.
     """
-    checkpoint = open_to_quantize(path, out, architecture)
+    checkpoint = open_to_quantize(path, out, family)
     expected = checkpoint.expected
     modules = expected.int8_modules(int8)
     kept = [expected.head, *(name for name in expected.linears if name not in modules and name != expected.head)]
@@ -163,13 +164,13 @@ def _emptied_after_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-def open_to_quantize(path: Path, out: Path, architecture: Architecture) -> Checkpoint:
+def open_to_quantize(path: Path, out: Path, family: Family) -> Checkpoint:
     """Checks the directory of a checkpoint to quantise, and where the result goes, without reading a weight.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded or is int8 already, or ``out`` is not empty.
     """
-    checkpoint = open_checkpoint(path, architecture)
+    checkpoint = open_checkpoint(path, family)
     if checkpoint.int8 is not None:
         raise CheckpointError(f"{path}: its weights are int8 already, by {checkpoint.int8.source}")
     _check_empty(out)

@@ -4,13 +4,7 @@ Each setting is declared once, as ``config.settings`` describes.
 """
 
 from lopa_ascend.config.combinations import fitting_defaults
-from lopa_ascend.config.decoding import (
-    DecodingParams,
-    GraphParams,
-    ignored_sampling,
-    recommendations,
-    recommended_decoding,
-)
+from lopa_ascend.config.decoding import DecodingParams, GraphParams
 from lopa_ascend.config.decodings import add_decoding
 from lopa_ascend.config.engine import (
     ATTENTION_LAYOUTS,
@@ -18,10 +12,9 @@ from lopa_ascend.config.engine import (
     EngineConfig,
     divided_length,
 )
-from lopa_ascend.config.experts import ExpertsConfig
 from lopa_ascend.config.files import ConfigError
 from lopa_ascend.config.limits import Limits
-from lopa_ascend.config.model import ModelConfig
+from lopa_ascend.config.model import ExpertsConfig, ModelConfig
 from lopa_ascend.config.parameters import MIN_TEMPERATURE
 from lopa_ascend.config.presets import Preset, find_preset, presets
 from lopa_ascend.config.settings import ContextLengthError, GraphSupport, ParameterError, context_length
@@ -46,8 +39,5 @@ __all__ = [
     "divided_length",
     "find_preset",
     "fitting_defaults",
-    "ignored_sampling",
     "presets",
-    "recommendations",
-    "recommended_decoding",
 ]

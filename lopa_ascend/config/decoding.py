@@ -6,12 +6,10 @@ from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from lopa_ascend.config.combinations import (
     check_combinations,
-    fitting_defaults,
     values_taken,
 )
 from lopa_ascend.config.decodings import (
@@ -23,8 +21,6 @@ from lopa_ascend.config.decodings import (
     variants_of,
     with_graphs,
 )
-from lopa_ascend.config.families import family_of
-from lopa_ascend.config.files import ConfigError, Fields, read_json_object, shown
 from lopa_ascend.config.kinds import AUTO
 from lopa_ascend.config.parameters import AUTO_BRANCHES, MIN_TEMPERATURE, UsualParams
 from lopa_ascend.config.presets import find_preset
@@ -280,71 +276,3 @@ def _declarations(decodings: Decodings, built_in: bool = False) -> Mapping[str, 
 def banned_ids(params: DecodingParams) -> list[tuple[int, ...]]:
     """The entries of ``bad_words`` that are token ids rather than texts."""
     return [word for word in params.bad_words if not isinstance(word, str)]
-
-
-def recommendations(model: str | Path) -> dict[str, dict[str, Any]]:
-    """Decoding parameters that are recommended for a model directory, by where they come from. Later ones win.
-
-    - The authors of a family recommend a decoding; of a block-causal one ``config.json`` has the block size.
-    - ``generation_config.json`` may recommend parameters as it does the sampling parameters of other engines, under the
-      name ``lopa_ascend``: {"eos_token_id": 7, "lopa_ascend": {"block_size": 8}}.
-
-    Args:
-        model: the model directory. It need not exist.
-
-    Raises:
-        ConfigError: a file is broken, a name is unknown, or a value is not allowed; the message names the file.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    family = family_of(model)
-    if family is not None and family.block_field is None and family.recommended:
-        found[family.source] = dict(family.recommended)
-    elif family is not None and family.block_field is not None:
-        file = Path(model) / "config.json"
-        config = {name: value for name, value in read_json_object(file, ConfigError).items() if value is not None}
-        size = Fields(config, str(file)).integer(family.block_field, 2**10, default=family.block_size)
-        found[f"{family.source} and config.json"] = {**family.recommended, "block_size": size}
-    file = Path(model) / "generation_config.json"
-    own = read_json_object(file, ConfigError, optional=True).get("lopa_ascend", {})
-    if not isinstance(own, dict):
-        raise ConfigError(f"{file}: lopa_ascend is {shown(own)}, expected an object of decoding parameters")
-    names = DecodingParams.names()
-    if unknown := sorted(own.keys() - {*names}):
-        raise ConfigError(f"{file}: lopa_ascend has {shown(unknown[0])}; choose from {', '.join(names)}")
-    if own:
-        found["generation_config.json"] = own
-    return found
-
-
-def recommended_decoding(model: str | Path) -> dict[str, Any]:
-    """The decoding parameters that are recommended for a model directory, by name; empty if there are none.
-
-    Args:
-        model: as in ``recommendations``.
-
-    Raises:
-        ConfigError: as there.
-    """
-    values: dict[str, Any] = {}
-    try:
-        for own in recommendations(model).values():
-            values = {**fitting_defaults(values, own), **own}
-        DecodingParams(**values)
-    except ParameterError as error:
-        raise ConfigError(f"{Path(model) / 'generation_config.json'}: lopa_ascend: {error}") from error
-    return values
-
-
-def ignored_sampling(model: str | Path) -> dict[str, Any]:
-    """The decoding parameters that ``generation_config.json`` has outside of ``lopa_ascend``, where transformers looks
-    for them. They are not used: a model's authors chose them for another way to decode. ``eos_token_id`` is.
-
-    Args:
-        model: the model directory.
-
-    Raises:
-        ConfigError: the file is broken.
-    """
-    values = read_json_object(Path(model) / "generation_config.json", ConfigError, optional=True)
-    names = ("do_sample", *(name for name in DecodingParams.names() if name != "eos_token_id"))
-    return {name: values[name] for name in names if values.get(name) not in (None, False)}

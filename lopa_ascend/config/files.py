@@ -179,6 +179,8 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], source: str, names: Mapping[str, str] | None = None):
         self.values, self.source, self._names = values, source, names or {}
+        self.read: set[str] = set()
+        """What the file calls the fields that were asked for."""
 
     def name(self, field: str) -> str:
         """What the file calls a field."""
@@ -186,10 +188,11 @@ class Fields:
 
     def has(self, field: str) -> bool:
         """Whether the file has a field."""
-        return self.name(field) in self.values
+        return self.get(field) is not None
 
     def get(self, field: str, default: object = None) -> Any:
         """The value of a field as it is."""
+        self.read.add(self.name(field))
         return self.values.get(self.name(field), default)
 
     def error(self, name: str, expected: str) -> ConfigError:

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 CONFIG_FIELD = "quantization_config"
 """The field of config.json that describes int8 layers in the format compressed-tensors."""
@@ -26,7 +24,6 @@ def modelslim_descriptions(path: Path) -> list[Path]:
     return sorted(path.glob(DESCRIPTION))
 
 
-def uses_compressed_tensors(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json has int8 layers in the format compressed-tensors."""
-    value = raw.get(CONFIG_FIELD)
+def uses_compressed_tensors(value: object) -> bool:
+    """Whether CONFIG_FIELD says that there are int8 layers in the format compressed-tensors."""
     return isinstance(value, dict) and value.get("quant_method") == COMPRESSED_TENSORS

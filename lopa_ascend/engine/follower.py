@@ -34,6 +34,7 @@ def run(config: EngineConfig) -> int:
         return 1  # rank 0 says why
     # torchrun sends SIGTERM to every rank. Rank 0 lets its requests end first, and then ends this rank.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.getLogger("lopa_ascend.families").setLevel(logging.ERROR)  # rank 0 warns of fields of config.json
     try:
         engine = make_engine(config, mesh)
     except BaseException:

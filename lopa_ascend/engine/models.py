@@ -1,4 +1,4 @@
-"""Models of all architectures, from a directory: checked before any weight is read, then loaded."""
+"""Models of all kinds, from a directory: checked before any weight is read, then loaded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from lopa_ascend import checkpoint
 from lopa_ascend.backend import find_device
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
-from lopa_ascend.model.base import Model, SplitModel
+from lopa_ascend.families import Family
+from lopa_ascend.families.table import Shard, Tensors
+from lopa_ascend.model.base import Model
 from lopa_ascend.model.plain import Build, build_module, tensors_of
-from lopa_ascend.model.registry import FUSED, check_model_type, find_fused, find_plain
+from lopa_ascend.model.registry import find_decoder, find_model, find_plain
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.types import DREAM, ModelProperties
 
@@ -55,7 +57,7 @@ class ModelSource(ABC):
 
 
 def open_model(path: Path, config: EngineConfig, device: torch.device) -> ModelSource:
-    """Finds the architecture of a directory and checks the directory against it, without reading a weight.
+    """Finds what a directory holds a model of, and checks the directory against it, without reading a weight.
 
     Args:
         path: a Hugging Face directory.
@@ -63,18 +65,21 @@ def open_model(path: Path, config: EngineConfig, device: torch.device) -> ModelS
         device: where the model will run.
 
     Raises:
-        CheckpointError: the directory does not hold such a model, or its architecture is not registered.
+        CheckpointError: the directory does not hold such a model, or it is not registered.
         ModelError: a model in plain torch cannot be traced.
         ParameterError: a model in plain torch cannot be split.
         ValueError: the dtype is unknown.
     """
+    raw = checkpoint.config_json(path)
+    model_type = str(raw.get("model_type"))
     try:
-        model_type = check_model_type(checkpoint.model_type(path))
-        build = None if model_type in FUSED else find_plain(model_type)
+        family = find_model(raw)
+        if family is None:
+            build = find_plain(model_type)
     except ValueError as error:
         raise checkpoint.CheckpointError(f"{path / 'config.json'}: {error}") from error
-    if build is None:
-        return SplitSource(path, config, find_fused(model_type))
+    if family is not None:
+        return SplitSource(path, config, family)
     if config.quantization is not None:
         raise ParameterError(
             "quantization",
@@ -87,7 +92,7 @@ def open_model(path: Path, config: EngineConfig, device: torch.device) -> ModelS
             f"must be 1 for model_type {model_type!r}, got {config.tensor_parallel_size}: a model in plain torch is "
             "not split; branch_parallel_size may be larger",
         )
-    return PlainSource(path, config, model_type, build, device)
+    return PlainSource(path, config, build, device)
 
 
 def _warn(doubts: Iterable[str]) -> None:
@@ -96,11 +101,12 @@ def _warn(doubts: Iterable[str]) -> None:
 
 
 class SplitSource(ModelSource):
-    """A model of an architecture in fused ops."""
+    """A model of a family, in fused ops."""
 
-    def __init__(self, path: Path, config: EngineConfig, architecture: type[SplitModel]):
-        self._class, self._options, self.properties = architecture, config, architecture.properties
-        self._checkpoint = found = checkpoint.open_checkpoint(path, architecture.architecture)
+    def __init__(self, path: Path, config: EngineConfig, family: Family):
+        self._family, self._options, self.properties = family, config, family.properties
+        self._class = find_decoder(family)
+        self._checkpoint = found = checkpoint.open_checkpoint(path, family)
         self.config = found.config
         int8 = found.int8.kinds if found.int8 else found.expected.int8_modules(config.int8_layers())
         self._int8_modules = sorted(int8)
@@ -112,7 +118,7 @@ class SplitSource(ModelSource):
 
     @property
     def identity(self) -> object:
-        return self.config, self._int8_modules
+        return self.config, self._int8_modules, self._family.decoder
 
     def weight_bytes(self, ranks: int) -> int:
         size = getattr(torch, checkpoint.with_dtype(self.config, self._options.dtype).dtype).itemsize
@@ -130,10 +136,10 @@ class SplitSource(ModelSource):
             lora=options.lora,
             dtype=options.dtype,
             device=str(ops.device),
-            shard=checkpoint.Shard(tp.rank, tp.size),
+            shard=Shard(tp.rank, tp.size),
             int8=options.int8_layers(),
         )
-        return self._class(config, weights, ops, tp, num_positions)
+        return self._class(self._family, config, weights, ops, tp, num_positions)
 
 
 def _check_stored_int8(config: EngineConfig, found: checkpoint.Checkpoint) -> None:
@@ -154,16 +160,16 @@ def _check_stored_int8(config: EngineConfig, found: checkpoint.Checkpoint) -> No
 class PlainSource(ModelSource):
     """A model in plain torch: its module, traced, and the checkpoint of its weights."""
 
-    def __init__(self, path: Path, config: EngineConfig, model_type: str, build: Build, device: torch.device):
+    def __init__(self, path: Path, config: EngineConfig, build: Build, device: torch.device):
         from lopa_ascend.graph.fusion.trace import trace  # imports sympy, which no other kind of model needs
 
         self._options, self.properties = config, DREAM
 
-        def expect(found: ModelConfig) -> checkpoint.Tensors:
+        def expect(found: ModelConfig) -> Tensors:
             # The dtype of the file's weights is not known yet, and names and shapes do not depend on it.
             return tensors_of(build_module(build, replace(found, dtype="float32")))
 
-        self._checkpoint = checkpoint.open_checkpoint(path, checkpoint.Architecture(model_type, expect, family=None))
+        self._checkpoint = checkpoint.open_checkpoint(path, expect)
         _warn(self._checkpoint.doubts)
         self.config = checkpoint.with_dtype(self._checkpoint.config, config.dtype)
         self._module = build_module(build, self.config)

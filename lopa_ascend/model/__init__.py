@@ -1,1 +1,1 @@
-"""Model architectures: Dream in the fused ops of a backend, and what a model in plain torch must look like."""
+"""The forward pass of families in the fused ops of a backend, and what a model in plain torch must look like."""

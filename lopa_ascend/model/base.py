@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lopa_ascend.backend.interface import Entries, Ops
-from lopa_ascend.checkpoint import Architecture
 from lopa_ascend.config import ModelConfig
+from lopa_ascend.families import Family
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.types import ModelProperties, Traffic
 
@@ -41,7 +41,7 @@ class ForwardInputs:
 class Model(Protocol):
     """One rank's part of a model. ``tp`` is the group of ranks that split each forward pass."""
 
-    properties: ClassVar[ModelProperties]
+    properties: ModelProperties
     config: ModelConfig
     """The configuration of the whole model, not of the rank's part."""
     ops: Ops
@@ -84,17 +84,19 @@ class SplitModel(Model, Protocol):
     """A model that is written in fused ops, which ranks can split.
 
     Args:
+        family: the model's.
         config: the whole model's.
-        weights: this rank's weights, by our names in the table of the architecture. They are taken out of the mapping,
+        weights: this rank's weights, by our names in the table of the family. They are taken out of the mapping,
             so that none is in memory twice when ``ops`` converts them.
         tp: the ranks that split each forward pass.
         num_positions: positions that a sequence may have; None: all that the model allows.
     """
 
-    architecture: ClassVar[Architecture]
+    family: Family
 
     def __init__(
         self,
+        family: Family,
         config: ModelConfig,
         weights: MutableMapping[str, Tensor],
         ops: Ops,

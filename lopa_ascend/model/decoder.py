@@ -1,7 +1,7 @@
-"""A decoder like Qwen2 or Qwen3 in fused ops: the forward pass that the architectures of this package share.
+"""A decoder like Qwen2 or Qwen3 in fused ops: the forward pass that all built-in families share.
 
-An architecture lists its weights; which of them there are decides what a layer computes: biases, norms of queries and
-keys, or experts in place of the MLP, beside one that all tokens take. Any of the linear layers of a layer may be int8;
+A family lists its weights; which of them there are decides what a layer computes: biases, norms of queries and keys, or
+experts in place of the MLP, beside one that all tokens take. Any of the linear layers of a layer may be int8;
 it then has a ``weight_scale`` of each output beside its ``weight``, and its activations are quantised when it runs.
 
 Under tensor parallelism a rank holds its heads of qkv, the matching columns of o, its part of the MLP, and its part of
@@ -12,53 +12,43 @@ whole embedding, because a sum over the ranks would take longer than the embeddi
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lopa_ascend.backend.interface import Experts, Ops
-from lopa_ascend.checkpoint import Architecture
 from lopa_ascend.config import ExpertsConfig, ModelConfig
+from lopa_ascend.families import Family, Row
+from lopa_ascend.families.table import SCALE
 from lopa_ascend.model.base import Caches, ForwardInputs
 from lopa_ascend.parallel.collectives import ALONE, Group
-from lopa_ascend.types import ModelProperties, Traffic
+from lopa_ascend.types import Traffic
 
 Rows = Tensor | tuple[Tensor, Tensor]
 """Activations [T, in], or their int8 codes [T, in] and scales, float32 [T]."""
 
 
 class Decoder:
-    """One rank's part of a model; see ``model.base.SplitModel``. An architecture derives from it, and names itself."""
-
-    architecture: ClassVar[Architecture]
-    properties: ClassVar[ModelProperties]
+    """One rank's part of a model; see ``model.base.SplitModel``."""
 
     def __init__(
         self,
+        family: Family,
         config: ModelConfig,
         weights: MutableMapping[str, Tensor],
         ops: Ops,
         tp: Group = ALONE,
         num_positions: int | None = None,
     ) -> None:
+        self.family, self.properties = family, family.properties
         self.config, self.ops, self.tp = config, ops, tp
         self.num_heads, self.num_kv_heads = config.local_heads(tp.size), config.local_kv_heads(tp.size)
         shard = config.vocab_shard(tp.size)
         self.first_token_id = tp.rank * shard
         self.local_vocab_size = min(shard, config.vocab_size - self.first_token_id)
-        linears = {spec.ours for spec in self.architecture.tensors(config).linears.values()}
-        own: dict[str, Tensor] = {}
-        for name in list(weights):
-            weight = weights.pop(name)
-            if name.endswith(".o.bias") and tp.rank:
-                weight.zero_()  # the ranks sum what they compute: one of them adds the bias
-            weight = self._with_halves(name, weight)
-            if ".experts_" in name:
-                own[name] = self._by_expert(name, weight)
-            else:
-                own[name] = ops.packed(ops.stored(weight)) if name in linears else weight
+        rows = {spec.ours: spec.row for spec in family.tensors(config).specs.values()}
+        own = {name: self._stored(name, weights.pop(name), rows) for name in list(weights)}
         embed = own["embed.weight"]
         self.weights: Mapping[str, Tensor] = own
         self._norms_heads = "layers.0.q_norm.weight" in own
@@ -70,6 +60,19 @@ class Decoder:
             for n in range(sizes.first_layer, config.num_layers)
         }
         self._rope_tables = self._make_rope_tables(num_positions or config.max_position_embeddings, embed)
+
+    def _stored(self, name: str, weight: Tensor, rows: Mapping[str, Row]) -> Tensor:
+        """A tensor in the form in which the ops read it. ``rows``: by our name, of all tensors but scales."""
+        is_scale = name not in rows
+        row = rows[name.removesuffix(SCALE) if is_scale else name]
+        if row.is_summed and self.tp.rank:
+            weight.zero_()
+        weight = self._with_halves(name, weight)
+        if row.each:  # of all experts, whose rows lie one after another
+            assert self.config.experts is not None
+            of_experts = weight.unflatten(0, (self.config.experts.num_experts, -1))
+            return of_experts if is_scale else self.ops.stored_experts(of_experts)
+        return weight if is_scale or row.linear is None else self.ops.packed(self.ops.stored(weight))
 
     def _with_halves(self, name: str, weight: Tensor) -> Tensor:
         """A tensor of a layer with rows in the order of ``Ops.rope``: it rotates the pairs (x[i], x[i + head_dim / 2]),
@@ -86,12 +89,6 @@ class Decoder:
         heads = weight.unflatten(0, (-1, dim))
         num_rotated = self.num_heads + self.num_kv_heads
         return torch.cat([heads[:num_rotated, order], heads[num_rotated:]]).flatten(0, 1)
-
-    def _by_expert(self, name: str, weight: Tensor) -> Tensor:
-        """A tensor of all experts of a layer, whose rows lie expert after expert, as ``Experts`` has it."""
-        assert self.config.experts is not None
-        of_experts = weight.unflatten(0, (self.config.experts.num_experts, -1))
-        return self.ops.stored_experts(of_experts) if name.endswith(".weight") else of_experts
 
     def _experts_of(self, layer: str, sizes: ExpertsConfig) -> Experts:
         own = self.weights

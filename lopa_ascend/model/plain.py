@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lopa_ascend.checkpoint import DTYPES, Row, Tensors, TensorSpec
+from lopa_ascend.checkpoint import DTYPES
 from lopa_ascend.config import ModelConfig
+from lopa_ascend.families.table import Row, Tensors, TensorSpec
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, q, k, v)``: the attention of one layer. Writes k and v [T, K, D] to the pages, and gives the result

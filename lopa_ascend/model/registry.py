@@ -1,17 +1,20 @@
-"""The architectures that the engine runs, by what ``config.families.architecture_name`` finds in config.json.
+"""The models that the engine runs: those of families, and those in plain torch (``model/plain.py``).
 
-Those of FUSED are written in fused ops, a file of this package each. Others are written in plain torch
-(``model/plain.py``) and are registered: in this process by `register_model`; in every process, so also in those of a
+The latter are registered as families are: in this process by `register_model`; in every process, so also in those of a
 server and of several ranks, by an entry point of an installed package, with the ``model_type`` as its name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
-from lopa_ascend.config.families import FAMILIES
-from lopa_ascend.config.files import shown
+from lopa_ascend.config.files import ConfigError, shown
+from lopa_ascend.families import Family, family_in
+from lopa_ascend.families.registry import GROUP as FAMILY_GROUP
+from lopa_ascend.families.registry import known_families
 
 if TYPE_CHECKING:
     from lopa_ascend.model.base import SplitModel
@@ -19,20 +22,11 @@ if TYPE_CHECKING:
 
 GROUP = "lopa_ascend.models"
 """The group of entry points."""
-FUSED = {
-    "Dream": "lopa_ascend.model.dream:Dream",
-    "DreamReasoner": "lopa_ascend.model.dream_reasoner:DreamReasoner",
-    "Fast_dLLM_Qwen": "lopa_ascend.model.fast_dllm2:FastDllm2",
-    "llada": "lopa_ascend.model.llada:Llada",
-    "llada2_moe": "lopa_ascend.model.llada2:Llada2",
-    "sdar": "lopa_ascend.model.sdar:Sdar",
-}
-"""By name of the architecture: module and class, a ``model.base.SplitModel``. They import torch, so not before use."""
 _registered: dict[str, Build] = {}
 
 
 def register_model(model_type: str, build: Build) -> None:
-    """Makes the engines of this process run an architecture that is written in plain torch.
+    """Makes the engines of this process run a model that is written in plain torch.
 
     Args:
         model_type: as config.json of its checkpoints names it.
@@ -41,45 +35,47 @@ def register_model(model_type: str, build: Build) -> None:
     Raises:
         ValueError: the name is taken.
     """
-    if model_type in FUSED or _registered.get(model_type, build) is not build:
+    if model_type in known_families() or _registered.get(model_type, build) is not build:
         raise ValueError(f"model_type {model_type!r} is registered already")
     _registered[model_type] = build
 
 
 def known_models() -> tuple[str, ...]:
-    """The ``model_type`` of every architecture that this process can run."""
-    fused = {family.model_type for family in FAMILIES.values()}
-    return tuple(sorted({*fused, *_registered, *_installed()}))
+    """The ``model_type`` of every model that this process can run."""
+    return tuple(sorted({*known_families(), *_registered, *_installed()}))
 
 
-def check_model_type(model_type: object) -> str:
-    """The name of the architecture that config.json describes, if this process can run it.
-
-    Raises:
-        ValueError: there is no such architecture.
-    """
-    if isinstance(model_type, str) and model_type in {*FUSED, *known_models()}:
-        return model_type
-    raise ValueError(
-        f"model_type is {shown(model_type)}, expected one of {', '.join(known_models())}; register another with "
-        f"lopa_ascend.register_model or, for servers and several ranks, by an entry point of the group {GROUP}"
-    )
-
-
-def find_fused(model_type: object) -> type[SplitModel]:
-    """The class of an architecture in fused ops.
+def find_model(config: Mapping[str, Any]) -> Family | None:
+    """The family of the model that a config.json describes; None: it is in plain torch, and `find_plain` has it.
 
     Raises:
-        ValueError: there is no such architecture.
+        ValueError: this process knows no such model, or its family cannot be loaded.
     """
-    if not isinstance(model_type, str) or model_type not in FUSED:
-        raise ValueError(f"model_type is {shown(model_type)}, expected one of {', '.join(FUSED)}")
-    found: type[SplitModel] = EntryPoint(model_type, FUSED[model_type], GROUP).load()
+    family, model_type = family_in(config), config.get("model_type")
+    if family is None and model_type not in known_models():
+        raise ValueError(
+            f"model_type is {shown(model_type)}, expected one of {', '.join(known_models())}; register another with "
+            "lopa_ascend.register_model or register_family or, for servers and several ranks, by an entry point of the "
+            f"group {GROUP} or {FAMILY_GROUP}"
+        )
+    return family
+
+
+def find_decoder(family: Family) -> type[SplitModel]:
+    """The class of a family's forward pass.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    try:
+        found: type[SplitModel] = resolve_name(family.decoder)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"family {family.name!r}: decoder {family.decoder!r} cannot be imported: {error}") from error
     return found
 
 
 def find_plain(model_type: str) -> Build:
-    """How to build the module of an architecture in plain torch.
+    """How to build the module of a model in plain torch.
 
     Raises:
         ValueError: its entry point cannot be loaded.

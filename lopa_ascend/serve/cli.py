@@ -24,9 +24,7 @@ from lopa_ascend.config import (
     GraphParams,
     ParameterError,
     fitting_defaults,
-    recommended_decoding,
 )
-from lopa_ascend.config.families import family_of
 from lopa_ascend.config.files import MAX_DEPTH, read_text, shown
 from lopa_ascend.config.kinds import AnyText, Boolean, Strings, Words
 from lopa_ascend.config.limits import check_decoding
@@ -34,6 +32,7 @@ from lopa_ascend.config.presets import LIST, find_preset, presets_text
 from lopa_ascend.config.removed import instead_of
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.families import family_of, recommended_decoding
 from lopa_ascend.parallel.launch import Rendezvous, rank_in_environment
 from lopa_ascend.serve.config import JsonObject, ServeConfig
 from lopa_ascend.serve.flags import (

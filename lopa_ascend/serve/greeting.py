@@ -7,16 +7,11 @@ import shlex
 import socket
 from collections.abc import Sequence
 
-from lopa_ascend.config import (
-    DecodingParams,
-    EngineConfig,
-    ParameterError,
-    ignored_sampling,
-    recommendations,
-)
+from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.config.files import shown
 from lopa_ascend.config.kinds import format_size
 from lopa_ascend.demo import DEMO_MODEL, EXAMPLES
+from lopa_ascend.families import ignored_sampling, recommendations
 from lopa_ascend.kv.pages import slots_for
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.link.client import EngineClient

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from lopa_ascend.config.families import Family
 from lopa_ascend.config.files import shown
+from lopa_ascend.families import Family
 from lopa_ascend.text.tokenizer import Tokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)

@@ -39,12 +39,12 @@ from lopa_ascend.config import (
     DecodingParams,
     EngineConfig,
     ParameterError,
-    recommended_decoding,
 )
 from lopa_ascend.config.combinations import fitting_defaults
 from lopa_ascend.config.settings import refuse_unknown, settings
 from lopa_ascend.decode.block_pipeline import WINDOW_ATTENTIONS
 from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.families import recommended_decoding
 from scripts.arguments import number_from
 from scripts.bench.machine import describe_machine
 from scripts.bench.prompts import text_prompts

@@ -106,7 +106,7 @@ def largest_inputs(llm: LLM, texts: Sequence[tuple[str, str]]) -> dict[str, Tens
     model: Any = llm.engine.runner.model
     if any(name.endswith(".weight_scale") for name in model.weights) or not llm.config.is_fused:
         raise ValueError("expected a Dream with float weights")
-    specs = model.architecture.tensors(model.config).linears.values()
+    specs = model.family.tensors(model.config).linears.values()
     weights = {spec.ours: model.weights[spec.ours] for spec in specs if spec.row.source is not None}
     split = [_split(llm, prompt, answer) for prompt, answer in texts]  # all are checked before the first is computed
     masked = MaskedLikelihood(llm.engine, num_samples=NUM_SHARES, batch_size=NUM_SHARES)

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lopa_ascend.config import DecodingParams, EngineConfig, recommended_decoding
+from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.config.combinations import fitting_defaults
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.families import recommended_decoding
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
 from lopa_ascend.types import GenerationOutput
 from scripts.arguments import number_from

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import msgspec
 
-from lopa_ascend.config import DecodingParams, recommended_decoding
+from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.settings import HelpFormatter
+from lopa_ascend.families import recommended_decoding
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM

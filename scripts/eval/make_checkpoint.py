@@ -16,19 +16,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lopa_ascend.config import ConfigError, ModelConfig
-from lopa_ascend.config.families import FAMILIES
+from lopa_ascend.config import ConfigError
 from lopa_ascend.config.files import read_json_object
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.model.registry import find_fused
+from lopa_ascend.families import FAMILIES, read_config
 from scripts.arguments import number_from
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from lopa_ascend.checkpoint import TensorSpec
+    from lopa_ascend.families.table import TensorSpec
 
 TINY = (64, 128, 3, 4, 2, 16)
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -184,10 +183,9 @@ def main(argv: list[str] | None = None) -> None:
     from lopa_ascend.checkpoint.write import write_checkpoint
 
     config, generation = files_of(args.family, args.size, args.dtype)
-    architecture = find_fused(config["model_type"]).architecture
-    source = str(args.out / "config.json")
-    model = ModelConfig.from_json(config, generation, source, architecture.name, architecture.family)
-    tensors = random_tensors(architecture.tensors(model).specs.values(), args.seed, getattr(torch, args.dtype))
+    family = FAMILIES[config["model_type"]]
+    model = read_config(config, generation, str(args.out / "config.json"), family)
+    tensors = random_tensors(family.tensors(model).specs.values(), args.seed, getattr(torch, args.dtype))
     tokenizer = [DEMO_MODEL / name for name in TOKENIZER_FILES] if args.size == "tiny" else []
     try:
         write_checkpoint(args.out, tensors, {"generation_config.json": generation, "config.json": config}, tokenizer)

@@ -238,11 +238,11 @@ def problem_of(checkpoint: Checkpoint) -> str:
     """Why a checkpoint cannot be loaded, as far as its files say without reading weights; empty if it can."""
     from lopa_ascend.checkpoint import open_checkpoint  # these import torch, which takes seconds
     from lopa_ascend.checkpoint.files import CheckpointError, check_directory
-    from lopa_ascend.model.dream import Dream
+    from lopa_ascend.families import dream
 
     try:
         if checkpoint.model is not None:
-            open_checkpoint(checkpoint.model, Dream.architecture)
+            open_checkpoint(checkpoint.model, dream.FAMILY)
         if checkpoint.adapter is not None:
             check_directory(Path(checkpoint.adapter))
     except (CheckpointError, ConfigError) as error:
@@ -253,9 +253,9 @@ def problem_of(checkpoint: Checkpoint) -> str:
 def number_format(config: EngineConfig) -> str:
     """The number format of linear layers, such as "bfloat16" or "w8a8"."""
     from lopa_ascend.checkpoint import open_checkpoint, with_dtype  # these import torch, which takes seconds
-    from lopa_ascend.model.dream import Dream
+    from lopa_ascend.families import dream
 
-    found = open_checkpoint(DEMO_MODEL if config.model is None else config.model, Dream.architecture)
+    found = open_checkpoint(DEMO_MODEL if config.model is None else config.model, dream.FAMILY)
     is_int8 = config.quantization is not None or found.int8 is not None
     return "w8a8" if is_int8 else with_dtype(found.config, config.dtype).dtype
 

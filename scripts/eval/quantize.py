@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.config.settings import HelpFormatter
-from lopa_ascend.model.registry import find_fused
+from lopa_ascend.model.registry import find_model
 from scripts.arguments import number_from
 
 if TYPE_CHECKING:
@@ -83,17 +83,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    from lopa_ascend.checkpoint import model_type  # this and the next import torch, which takes seconds
+    from lopa_ascend.checkpoint import config_json  # this and the next import torch, which takes seconds
     from lopa_ascend.checkpoint.write import open_to_quantize, write_int8
 
     try:
         int8 = EngineConfig(quantization="w8a8", quantization_exclude=tuple(args.exclude)).int8_layers()
-        architecture = find_fused(model_type(args.model)).architecture
-        open_to_quantize(args.model, args.out, architecture)
+        family = find_model(config_json(args.model))
+        if family is None:
+            raise ValueError(f"{args.model}: models in plain torch are not quantised")
+        open_to_quantize(args.model, args.out, family)
         activations = None
         if args.smooth is not None:
             activations = measured(args.model, args.lora, args.smooth, args.smooth_limit, int8)
-        out = write_int8(args.model, args.out, architecture, int8=int8, lora=args.lora, activations=activations)
+        out = write_int8(args.model, args.out, family, int8=int8, lora=args.lora, activations=activations)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))

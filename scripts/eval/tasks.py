@@ -27,10 +27,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config import DecodingParams, EngineConfig, GraphParams, fitting_defaults, recommended_decoding
+from lopa_ascend.config import DecodingParams, EngineConfig, GraphParams, fitting_defaults
 from lopa_ascend.config.presets import Preset, PromptFormat, find_preset
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.families import recommended_decoding
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
 from scripts.arguments import number_from
 from scripts.bench.machine import describe_machine

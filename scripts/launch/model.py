@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from lopa_ascend.config import ConfigError, ModelConfig
-from lopa_ascend.config.families import FAMILIES, architecture_name
+from lopa_ascend.config import ConfigError
 from lopa_ascend.config.files import MAX_HEADER, read_json_object
 from lopa_ascend.config.int8_files import MODELSLIM_WEIGHTS, modelslim_descriptions
-from lopa_ascend.model.registry import check_model_type
+from lopa_ascend.families import read_config
+from lopa_ascend.model.registry import find_model
 from scripts.launch.arguments import Launch
 from scripts.launch.findings import Finding, fail, ok
 
@@ -74,10 +74,10 @@ def _check_tensor_parallel_size(launch: Launch) -> Iterator[Finding]:
     file = launch.model / "config.json"
     values = read_json_object(file, ConfigError)
     try:
-        name = check_model_type(architecture_name(values))
+        family = find_model(values)
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from error
-    config = ModelConfig.from_json(values, {}, str(file), name, FAMILIES.get(name))
+    config = read_config(values, {}, str(file), family)
     sizes, heads = config.tensor_parallel_sizes(), f"{config.num_heads} query and {config.num_kv_heads} KV heads"
     if launch.tp in sizes:
         yield ok(f"model: tp {launch.tp} splits {heads}")

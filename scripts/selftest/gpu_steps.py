@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lopa_ascend.backend.cuda.graphs import Capture, CudaGraphs
 from lopa_ascend.backend.interface import Ops
-from lopa_ascend.checkpoint.table import SCALE
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.config.engine import INT8_LAYERS
+from lopa_ascend.families import FAMILIES
+from lopa_ascend.families.table import SCALE
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import NO_LIMIT, NO_TOKEN, empty_states
 from lopa_ascend.graph.step import DecodeStep
@@ -21,7 +22,7 @@ from lopa_ascend.graph.tensors import Storage, flatten, input_size, make_constan
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.base import SplitModel
-from lopa_ascend.model.registry import find_fused
+from lopa_ascend.model.registry import find_decoder
 from lopa_ascend.parallel.collectives import ALONE
 from lopa_ascend.score.greedy import GreedyScore
 from scripts.selftest.gpu_kernels import Measured
@@ -101,8 +102,8 @@ class StepCase:
 def random_model(shape: Shape, ops: Ops, dtype: torch.dtype, *, is_int8: bool) -> SplitModel:
     """A model of random weights that lie on the device."""
     config = shape.config()
-    kind = find_fused(shape.model_type)
-    tensors = kind.architecture.tensors(config)
+    family = FAMILIES[shape.model_type]
+    tensors = family.tensors(config)
     modules = tensors.int8_modules(INT8_LAYERS) if is_int8 else set()
     random = torch.Generator(ops.device).manual_seed(0)
     weights: dict[str, Tensor] = {}
@@ -116,7 +117,7 @@ def random_model(shape: Shape, ops: Ops, dtype: torch.dtype, *, is_int8: bool) -
         else:
             value = torch.randn(spec.shape, generator=random, device=ops.device, dtype=dtype) * 0.02
         weights[spec.ours] = torch.cat([weights[spec.ours], value]) if spec.ours in weights else value
-    return kind(config, weights, ops, ALONE, 8192)
+    return find_decoder(family)(family, config, weights, ops, ALONE, 8192)
 
 
 class RandomStep:

@@ -24,7 +24,7 @@ from lopa_ascend.config import GraphParams
 from lopa_ascend.engine import engine
 from lopa_ascend.graph import setup
 from lopa_ascend.types import GenerationOutput
-from tests import research
+from tests import kestrel, research
 
 
 def shown(output: GenerationOutput) -> dict[str, Any]:
@@ -48,7 +48,8 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     if "graph_params" in options:
         options = {**options, "graph_params": GraphParams(**options["graph_params"])}
     decodings = research.registered() if job.get("research") else nullcontext()
-    with decodings, LLM(job["model"], **options) as llm:
+    families = kestrel.registered() if job.get("kestrel") else nullcontext()
+    with decodings, families, LLM(job["model"], **options) as llm:
         requests = [(request["prompt"], DecodingParams(**request["params"])) for request in job["requests"]]
         if job.get("together"):
             outputs = decode_together(llm, requests)

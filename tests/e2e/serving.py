@@ -1,9 +1,13 @@
 """What the tests of the server share: prompts, and how answers are taken apart."""
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
 
 PROMPTS = [
     "a",
@@ -64,3 +68,15 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert error["message"]
     assert error["code"]
     return error
+
+
+def installed(example: str, folder: Path) -> dict[str, str]:
+    """The environment of a process in which an example is installed, by what ``pip`` writes to a folder."""
+    source, name = ROOT / "examples" / example, example.replace("_", "-")
+    metadata = folder / "site" / f"{example}-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
+    _, _, points = (source / "pyproject.toml").read_text("utf-8").partition("[project.entry-points.")
+    group, point = points.replace('"', "").splitlines()[:2]
+    (metadata / "entry_points.txt").write_text(f"[{group}\n{point}\n")
+    return {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, metadata.parent, source)))}

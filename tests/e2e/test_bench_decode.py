@@ -16,7 +16,7 @@ from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.compiler import Eager
 from lopa_ascend.backend.interface import Entries
 from lopa_ascend.graph import setup
-from lopa_ascend.model.dream import Dream
+from lopa_ascend.model.decoder import Decoder
 from lopa_ascend.types import GenerationOutput
 from scripts.bench import parts as parts_module
 from scripts.bench import workload
@@ -55,15 +55,15 @@ def test_the_work_of_the_linear_layers_is_what_they_compute(quantization: str | 
     write_dream(tmp_path)
     llm = LLM(tmp_path, quantization=quantization, enable_prefix_caching=False)
     rows: Counter[str] = Counter()
-    linear = Dream._linear
+    linear = Decoder._linear
 
-    def counted(model: Dream, x: Any, name: str) -> Tensor:
+    def counted(model: Decoder, x: Any, name: str) -> Tensor:
         out = linear(model, x, name)
         rows[name] += out.shape[0] * model.weights[name + ".weight"].numel()
         return out
 
     params = DecodingParams(num_branches=2, max_new_tokens=32, window_attention="full", ignore_eos=True)
-    with mock.patch.object(Dream, "_linear", counted):
+    with mock.patch.object(Decoder, "_linear", counted):
         parts = measure_parts(llm, lambda: llm.generate([PROMPT], params, quiet=True))
     products = parts.by_name["products"]
     last = llm.config.num_layers - 1

@@ -6,7 +6,6 @@ Models of one configuration are traced once here; what a trace holds is tested i
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -22,14 +21,13 @@ from lopa_ascend.engine.engine import Engine
 from lopa_ascend.graph import setup
 from tests import golden
 from tests.e2e.batching import decisions, run
-from tests.e2e.conftest import ROOT, running
-from tests.e2e.serving import events
+from tests.e2e.conftest import running
+from tests.e2e.serving import events, installed
 from tests.e2e.test_batching import requests
 from tests.plain_dream import MODEL_TYPE, as_plain, kept_traces, registered
 from tests.tiers import slow_but
 from tests.tiny import write_dream
 
-EXAMPLE = ROOT / "examples" / "plain_dream"
 BY_KIND = golden.cases_by_kind()
 ORDINARY = (("A", "block_causal", "max_prob"), ("B", "full", "margin"), ("C", "block_causal", "neg_entropy"))
 
@@ -181,16 +179,9 @@ def test_an_installed_architecture_is_served_by_two_groups_of_branches(
     dream: Path, plain: Path, tmp_path: Path
 ) -> None:
     """No process registers it: they find the entry point of an installed package."""
-    installed = tmp_path / "site" / "plain_dream-0.1.0.dist-info"
-    installed.mkdir(parents=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-dream\nVersion: 0.1.0\n")
-    lines = (EXAMPLE / "pyproject.toml").read_text("utf-8").splitlines()
-    (point,) = (line for line in lines if line.startswith(MODEL_TYPE))
-    (installed / "entry_points.txt").write_text("[lopa_ascend.models]\n" + point.replace('"', "") + "\n")
-    paths = os.pathsep.join(map(str, (ROOT, installed.parent, EXAMPLE)))
     body = {"prompt": [5, 6, 7], "max_tokens": 32, "ignore_eos": True}
     flags = ("--branch-parallel-size", "2", "--num-branches", "3", "--block-size", "8")
-    with running("--model", str(plain), *flags, env={"PYTHONPATH": paths}) as server:
+    with running("--model", str(plain), *flags, env=installed("plain_dream", tmp_path)) as server:
         answer = server.http.post("/v1/diffusion/completions", json=body)
         assert answer.status_code == 200, answer.text
         assert "fused rms_norm 5" in "".join(server.stderr.seen)

@@ -22,9 +22,10 @@ from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.config import ModelConfig
+from lopa_ascend.families import dream
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
-from lopa_ascend.model.dream import Dream
+from lopa_ascend.model.decoder import Decoder
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.parallel.launch import LOOPBACK
 from lopa_ascend.score.greedy import GreedyScore
@@ -69,7 +70,7 @@ class Sample:
         config = config_of_two()
         weights = dream_weights(config, torch.float32)
         own = {name: part(config, name, weight, group).to(ops.device) for name, weight in weights.items()}
-        self.model = Dream(config, own, ops, group)
+        self.model = Decoder(dream.FAMILY, config, own, ops, group)
         first = self.model.first_token_id
         ids = range(first, first + self.model.local_vocab_size)
         self.score = GreedyScore(ids, config.mask_token_id, NUM_TOKENS, group, ops)

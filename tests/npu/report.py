@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lopa_ascend.backend.npu.ops import FRACTAL_NZ, NpuOps
 from lopa_ascend.config import ModelConfig
+from lopa_ascend.families import dream, sdar
 from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.compile import load_compiler
@@ -38,8 +39,7 @@ from lopa_ascend.graph.tensors import (
 )
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import Model
-from lopa_ascend.model.dream import Dream
-from lopa_ascend.model.sdar import Sdar
+from lopa_ascend.model.decoder import Decoder
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.score.greedy import GreedyScore
 from tests.npu.lab import capture, collectives, device, engine  # noqa: F401
@@ -150,7 +150,8 @@ class Sample:
             weights["embed.weight"] = weights["embed.weight"].new_empty(config.vocab_size, config.hidden_size)
             weights |= int8_weights(weights) if variant.is_int8 else {}
             weights = with_norms(weights, config) if variant.norms_heads else weights
-            self.model = (Sdar if variant.norms_heads else Dream)(config, weights, variant.ops, group)
+            family = sdar.FAMILY if variant.norms_heads else dream.FAMILY
+            self.model = Decoder(family, config, weights, variant.ops, group)
         first = self.model.first_token_id
         ids = range(first, first + self.model.local_vocab_size)
         self.score = GreedyScore(ids, MASK, NUM_TOKENS, group, variant.ops)

@@ -24,10 +24,11 @@ from lopa_ascend.backend.npu import hccl
 from lopa_ascend.backend.npu.captured import KV_LENGTHS
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.config import ParameterError
+from lopa_ascend.families import dream
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
-from lopa_ascend.model.dream import Dream
+from lopa_ascend.model.decoder import Decoder
 from tests.npu.lab import capture, device, engine  # noqa: F401
 from tests.npu.lab.traffic import host_traffic
 from tests.npu.samples import SMALL_VOCABULARY, dream_weights, small_dream
@@ -47,7 +48,7 @@ class Sample:
         torch.manual_seed(0)
         config = small_dream(2)
         weights = {name: x.to("npu") for name, x in dream_weights(config, torch.bfloat16).items()}
-        self.model = Dream(config, weights, NpuOps())
+        self.model = Decoder(dream.FAMILY, config, weights, NpuOps())
         shape = (2, 2, NUM_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_dim)
         self.caches = torch.randn(shape).to(torch.bfloat16).to("npu")
         self.k_caches, self.v_caches = map(list, self.caches)

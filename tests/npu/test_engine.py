@@ -17,7 +17,7 @@ from lopa_ascend.backend.npu import DEVICE
 from lopa_ascend.backend.npu.gate import WrongKernelError
 from lopa_ascend.config import ATTENTION_LAYOUTS, ParameterError
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.model.dream import Dream
+from lopa_ascend.model.decoder import Decoder
 from lopa_ascend.types import GenerationOutput
 from scripts.eval.demo import decoding, evaluate
 from scripts.eval.golden import Case
@@ -208,7 +208,7 @@ def test_a_rank_takes_the_npu_of_its_number(
     monkeypatch.setenv("LOCAL_RANK", "3")
     llm = strict_engine(small, max_num_seqs=1)
     runner = llm.engine.runner
-    assert isinstance(runner.model, Dream)
+    assert isinstance(runner.model, Decoder)
     tables = runner.model._rope_tables
     tensors = {*runner.model.weights.values(), runner.pool.caches, tables}
     assert {str(tensor.device) for tensor in tensors} == {str(runner.ops.device)} == {"npu:3"}

@@ -14,9 +14,10 @@ from torch_npu import npu
 from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.backend.npu.ops import NpuOps
+from lopa_ascend.families import dream
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
-from lopa_ascend.model.dream import Dream
+from lopa_ascend.model.decoder import Decoder
 from tests.npu import report
 from tests.npu.lab import capture, device  # noqa: F401
 from tests.npu.lab.constraints import numeric
@@ -40,7 +41,7 @@ ENDS = Counter(GatherV2=2, Unpack=1, RmsNorm=1, MatMul=1)
 SCORE = Counter(Cast=3, Add=2, ArgMaxWithValue=1, LogSoftmaxV2=1, Range=1, GatherV2=2)
 
 
-def step_of(model: Dream) -> Step:
+def step_of(model: Decoder) -> Step:
     """A forward pass with the head."""
     return lambda inputs, k_caches, v_caches: model.logits(model.forward(inputs, k_caches, v_caches))
 
@@ -151,7 +152,7 @@ class Small:
 
     def step(self, ops: Ops) -> Step:
         weights = {name: weight.to(ops.device) for name, weight in self.weights.items()}
-        return step_of(Dream(self.config, weights, ops))
+        return step_of(Decoder(dream.FAMILY, self.config, weights, ops))
 
     def inputs(self, seed: int, kv_length: int = 600) -> ForwardInputs:
         """On the CPU."""

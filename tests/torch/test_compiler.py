@@ -12,10 +12,11 @@ from torch._dynamo.utils import counters
 from lopa_ascend.backend.compiler import GraphError
 from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Entries
+from lopa_ascend.families import dream
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
-from lopa_ascend.model.dream import Dream
+from lopa_ascend.model.decoder import Decoder
 from tests.npu.samples import SMALL_VOCABULARY, dream_weights, small_dream
 from tests.versions import compiles_steps
 
@@ -31,7 +32,7 @@ class Sample:
         torch.manual_seed(0)
         config = small_dream(1)
         self.ops = CpuOps()
-        self.model = Dream(config, dream_weights(config, torch.float32), self.ops)
+        self.model = Decoder(dream.FAMILY, config, dream_weights(config, torch.float32), self.ops)
         shape = (2, 1, NUM_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_dim)
         self.k_caches, self.v_caches = (list(x) for x in torch.randn(shape))
 

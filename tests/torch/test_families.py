@@ -20,14 +20,16 @@ from torch import Tensor
 from lopa_ascend import checkpoint
 from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Entries
-from lopa_ascend.checkpoint import CheckpointError, Shard
+from lopa_ascend.checkpoint import CheckpointError
 from lopa_ascend.checkpoint.write import write_checkpoint, write_int8
-from lopa_ascend.config import ModelConfig
 from lopa_ascend.config.engine import INT8_LAYERS
-from lopa_ascend.config.families import FAMILIES, family_of_checkpoint
+from lopa_ascend.families import FAMILIES, read_config
+from lopa_ascend.families.registry import family_of_checkpoint
+from lopa_ascend.families.table import Shard
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
-from lopa_ascend.model.base import ForwardInputs, SplitModel
-from lopa_ascend.model.registry import find_fused
+from lopa_ascend.model.base import ForwardInputs
+from lopa_ascend.model.decoder import Decoder
+from lopa_ascend.model.registry import find_model
 from lopa_ascend.parallel.collectives import ALONE, Group
 from scripts.eval import make_checkpoint
 from tests import llada2_reference, rounding
@@ -54,13 +56,14 @@ class Threads(Group):
         return total
 
 
-def model_of(path: Path, tp: Group = ALONE, **options: Any) -> SplitModel:
-    cls = find_fused(checkpoint.model_type(path))
-    found = checkpoint.open_checkpoint(path, cls.architecture)
-    return cls(*checkpoint.load(found, shard=Shard(tp.rank, tp.size), **options), CpuOps(), tp)
+def model_of(path: Path, tp: Group = ALONE, **options: Any) -> Decoder:
+    family = find_model(checkpoint.config_json(path))
+    assert family is not None
+    found = checkpoint.open_checkpoint(path, family)
+    return Decoder(family, *checkpoint.load(found, shard=Shard(tp.rank, tp.size), **options), CpuOps(), tp)
 
 
-def logits_of(model: SplitModel, tokens: list[int], block: int | None = None) -> Tensor:
+def logits_of(model: Decoder, tokens: list[int], block: int | None = None) -> Tensor:
     """A forward pass over a whole text, block-causal or full: [tokens, this rank's part of the vocabulary].
 
     ``block``: the length of blocks; None: that of the model.
@@ -135,11 +138,11 @@ def write_random(path: Path, name: str, seed: int, scale: float = 0.3) -> Path:
         "tie_word_embeddings": rng.random() < 0.5,
         "attention_bias": name == "Fast_dLLM_Qwen" or rng.random() < 0.5,
         "mask_token_id": vocab - 1,
-        str(family.block_field): rng.choice([1, 4, 7, 32]),
+        family.names.get("block_size", "block_size"): rng.choice([1, 4, 7, 32]),
         "torch_dtype": "float32",
     }
     if name == "llada":  # whose heads have the hidden size together
-        for field in ("attention_bias", "head_dim", "None"):
+        for field in ("attention_bias", "block_size", "head_dim"):
             del config[field]
         heads, own = config["num_attention_heads"], {"block_type": "llama", "layer_norm_type": "rms", "rope": True}
         config = {family.names.get(key, key): value for key, value in config.items()}
@@ -152,8 +155,7 @@ def write_random(path: Path, name: str, seed: int, scale: float = 0.3) -> Path:
         config |= {"moe_intermediate_size": rng.choice([8, 24]), "num_shared_experts": rng.choice([1, 2])}
         config |= {"routed_scaling_factor": rng.choice([1.0, 2.5]), "partial_rotary_factor": rng.choice([0.25, 0.5, 1])}
         config["attention_bias"] = False
-    architecture = find_fused(name).architecture
-    expected = architecture.tensors(ModelConfig.from_json(config, {}, "config.json", name, architecture.family))
+    expected = family.tensors(read_config(config, {}, "config.json", family))
     generator = torch.Generator().manual_seed(seed)
     tensors = {key: torch.randn(spec.shape, generator=generator) * scale for key, spec in expected.specs.items()}
     moved = ((key, x + 1 if x.dim() == 1 and "bias" not in key else x) for key, x in tensors.items())
@@ -227,7 +229,7 @@ def test_random_models_compute_what_transformers_does(tmp_path: Path, name: str,
 @pytest.mark.parametrize("name", MODEL_TYPES)
 def test_int8_at_start_is_int8_on_disk(tmp_path: Path, name: str) -> None:
     path, tokens = write_random(tmp_path / "float", name, 1, scale=0.1), list(range(40))
-    written = write_int8(path, tmp_path / "int8", find_fused(name).architecture, int8=INT8_LAYERS)
+    written = write_int8(path, tmp_path / "int8", FAMILIES[name], int8=INT8_LAYERS)
     at_start, on_disk = model_of(path, int8=INT8_LAYERS), model_of(written)
     assert at_start.weights.keys() == on_disk.weights.keys()
     assert "layers.0.o.weight_scale" in on_disk.weights
@@ -286,9 +288,8 @@ def test_an_adapter_of_another_family_is_refused(tmp_path: Path, name: str, base
     words = rf"adapter_config.json: base_model_name_or_path: is '{base}', a {family} model, expected a {name} model"
     with pytest.raises(CheckpointError, match=words):
         model_of(path, lora=tmp_path / "adapter")
-    architecture = find_fused(name).architecture
     with pytest.raises(CheckpointError, match=words):
-        write_int8(path, tmp_path / "int8", architecture, int8=INT8_LAYERS, lora=tmp_path / "adapter")
+        write_int8(path, tmp_path / "int8", FAMILIES[name], int8=INT8_LAYERS, lora=tmp_path / "adapter")
 
 
 def test_an_adapter_of_the_same_family_or_of_an_unknown_model_is_taken(tmp_path: Path) -> None:
@@ -319,7 +320,7 @@ def test_an_adapter_of_the_same_family_or_of_an_unknown_model_is_taken(tmp_path:
             "wte.weight: .*59",
         ),
         ("llada", {"model_type": "llada3"}, "model_type is 'llada3', expected one of Dream"),
-        ("sdar", {"model_type": "DreamReasoner"}, "config.json: model_type is 'DreamReasoner', expected 'Dream'"),
+        ("sdar", {"model_type": "DreamReasoner"}, "model_type is 'DreamReasoner', expected one of Dream, Fast"),
     ],
 )
 def test_a_model_is_not_taken_for_one_of_another_family(
@@ -353,9 +354,9 @@ def test_a_tiny_random_checkpoint_is_loaded(tmp_path: Path, family: str) -> None
 def test_published_sizes(family: str, size: str) -> None:
     """The number of parameters is what the name says."""
     config, generation = make_checkpoint.files_of(family, size, "bfloat16")
-    architecture = find_fused(config["model_type"]).architecture
-    model = ModelConfig.from_json(config, generation, "config.json", architecture.name, architecture.family)
-    count = sum(torch.Size(spec.shape).numel() for spec in architecture.tensors(model).specs.values())
+    found = FAMILIES[config["model_type"]]
+    model = read_config(config, generation, "config.json", found)
+    count = sum(torch.Size(spec.shape).numel() for spec in found.tensors(model).specs.values())
     billions = 0.0 if size == "tiny" else float(size.removesuffix("B"))
     assert billions <= count / 1e9 < billions + 1
 

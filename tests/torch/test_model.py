@@ -11,10 +11,10 @@ from lopa_ascend import DecodingParams
 from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.core import Request, Sequence
 from lopa_ascend.decode import begin
+from lopa_ascend.families import dream
 from lopa_ascend.kv.pages import PageTables, pages_for
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.model.decoder import tied_head
-from lopa_ascend.model.dream import Dream
+from lopa_ascend.model.decoder import Decoder, tied_head
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.types import RowPlan, Scoring, SequencePlan
@@ -26,7 +26,7 @@ from tests.versions import qwen2_knows_head_dim
 BLOCK = 8
 
 
-class Recorder(Dream):
+class Recorder(Decoder):
     """Dream that keeps the last hidden states it gave."""
 
     hidden: torch.Tensor
@@ -36,7 +36,7 @@ class Recorder(Dream):
         return self.hidden
 
 
-def forward(model: Dream, plan: SequencePlan) -> None:
+def forward(model: Decoder, plan: SequencePlan) -> None:
     """One forward pass of one row on pages of its own."""
     end = plan.rows[0].end
     pool = KVPool(model.config.kv_shape(), pages_for(end), torch.float32, "cpu")
@@ -79,7 +79,7 @@ class OpsOfRows(CpuOps):
 def test_a_step_of_which_no_hidden_state_is_wanted(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a branch-parallel group that has no branch in the first pass of a block of Fast-dLLM."""
     write_dream(tmp_path)
-    model = Recorder(*load(tmp_path, dtype="float32"), OpsOfRows())
+    model = Recorder(dream.FAMILY, *load(tmp_path, dtype="float32"), OpsOfRows())
     monkeypatch.setattr(model, "logits", lambda hidden: hidden.new_zeros(len(hidden), model.config.vocab_size))
     row = RowPlan(0, tuple(range(16)), 0, (16,), ())
     forward(model, SequencePlan(0, 0, (row,), 1, winner_commits=False, prefix_length=0))
@@ -94,7 +94,7 @@ def test_logits_are_those_of_qwen2(seed: int, full: bool, tmp_path) -> None:
     write_dream(tmp_path, seed=seed, **random_config(rng))
     config, weights = load(tmp_path, dtype="float32")
     ops = CpuOps()
-    model = Recorder(config, weights, ops)
+    model = Recorder(dream.FAMILY, config, weights, ops)
     prompt, blocks = rng.randrange(2, 140), rng.randrange(1, 4)
     end = prompt + blocks * BLOCK
     tokens = [rng.randrange(config.vocab_size - 1) for _ in range(end)]
@@ -124,7 +124,7 @@ def test_without_biases(tmp_path) -> None:
     same = {k: v for k, v in biased.items() if not k.endswith("bias")}
     outputs = []
     for some in (zero, same):
-        model = Recorder(config, some, CpuOps())
+        model = Recorder(dream.FAMILY, config, some, CpuOps())
         forward(model, SequencePlan(0, 4, (RowPlan(0, (1, 2, 3, 4, 5, 6), 0, (4, 6), (4, 5)),), 1, False, 4))
         outputs.append(model.hidden)
     torch.testing.assert_close(outputs[0], outputs[1])

@@ -17,9 +17,10 @@ from lopa_ascend.backend.cpu.native import NativeOps, kernels
 from lopa_ascend.backend.cpu.native.ops import is_whole
 from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Entries
+from lopa_ascend.families import dream
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
-from lopa_ascend.model.dream import Dream
+from lopa_ascend.model.decoder import Decoder
 from tests.dream_checkpoint import load
 from tests.tiers import examples
 from tests.tiny import write_dream
@@ -152,7 +153,7 @@ def test_a_model_computes_what_it_does_by_torch(ops: NativeOps, tmp_path: Path) 
     inputs = ForwardInputs(positions % 50, positions, positions, None, entries, rows=None)
     hidden = []
     for each in (CpuOps(), ops):
-        model = Dream(*load(path), each)
+        model = Decoder(dream.FAMILY, *load(path), each)
         k_caches, v_caches = torch.zeros(2, model.config.num_layers, 1, PAGE_SIZE, 1, 32, dtype=torch.bfloat16)
         hidden.append(model.forward(inputs, list(k_caches), list(v_caches)).float())
     plain, native = hidden

@@ -13,9 +13,10 @@ from lopa_ascend import DecodingParams
 from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.core import Request, Sequence
 from lopa_ascend.decode import begin
+from lopa_ascend.families import dream
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.model.dream import Dream
+from lopa_ascend.model.decoder import Decoder
 from lopa_ascend.parallel.placement import Share
 from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.runner.layout import slot_mapping
@@ -31,7 +32,7 @@ class Run:
 
     def __init__(self, path, prompt: list[int], params: DecodingParams):
         self.config, weights = load(path)
-        self.model = Dream(self.config, weights, CpuOps())
+        self.model = Decoder(dream.FAMILY, self.config, weights, CpuOps())
         mask = self.config.mask_token_id
         self.strategy = begin(prompt, params, mask, frozenset())
         slots = self.strategy.max_rows

@@ -46,6 +46,7 @@ def test_layers_are_as_designed():
         {"model", "score", "core"},
         {"parallel"},
         {"backend", "checkpoint", "text", "decode"},
+        {"families"},
         {"config"},
         {"kv"},
         {"types", "demo", "probe", "process"},
@@ -56,6 +57,7 @@ def test_policy_contract_names_every_pure_module():
     names = (
         "types",
         "config",
+        "families",
         "decode",
         "kv.pages",
         "kv.prefix_cache",

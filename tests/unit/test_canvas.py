@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from lopa_ascend.config import DecodingParams, Limits, ParameterError, decodings
-from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.decode import begin, register_decoding
 from lopa_ascend.decode.block_pipeline import BlockPipeline
 from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.lengths import LengthSearch
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.decode.vanilla import Vanilla
+from lopa_ascend.families import FAMILIES
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.types import DREAM, GappedText, RowResult, SequencePlan, StepRecord
 

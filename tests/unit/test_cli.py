@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lopa_ascend.config import DecodingParams, EngineConfig, GraphParams, ParameterError, recommended_decoding, removed
+from lopa_ascend.config import DecodingParams, EngineConfig, GraphParams, ParameterError, removed
 from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.families import recommended_decoding
 from lopa_ascend.serve import cli
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig

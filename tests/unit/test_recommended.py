@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lopa_ascend.config import ConfigError, ignored_sampling, recommendations, recommended_decoding
+from lopa_ascend.config import ConfigError
+from lopa_ascend.families import ignored_sampling, recommendations, recommended_decoding
 from lopa_ascend.serve.cli import parse_args
 
 

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, ParameterError
-from lopa_ascend.config.families import FAMILIES
+from lopa_ascend.families import FAMILIES
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.special_ids import end_token_ids
 from lopa_ascend.text.tokenizer import Tokenizer

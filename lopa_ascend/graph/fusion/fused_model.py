@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -15,7 +14,7 @@ from lopa_ascend.graph.fusion.bind import bind_attend, bind_rows
 from lopa_ascend.graph.fusion.trace import Trace
 from lopa_ascend.model.base import Caches, ForwardInputs
 from lopa_ascend.parallel.collectives import ALONE
-from lopa_ascend.types import DREAM, Traffic
+from lopa_ascend.types import DREAM, ModelProperties, Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ class FusedModel:
         report: what was fused.
     """
 
-    properties: ClassVar = DREAM
+    properties: ModelProperties = DREAM
 
     def __init__(
         self, config: ModelConfig, graph: GraphModule, head: tuple[Tensor, Tensor | None], ops: Ops, report: Report

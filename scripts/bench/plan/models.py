@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lopa_ascend.config import ConfigError, ModelConfig
-from lopa_ascend.config.families import FAMILIES, architecture_name
 from lopa_ascend.config.files import read_json_object
+from lopa_ascend.families import family_in, read_config
 
 FILE = Path(__file__).with_name("geometries.json")
 
@@ -34,5 +34,4 @@ def load_model(name: str) -> ModelConfig:
 
 def _parse(values: dict[str, Any], source: str) -> ModelConfig:
     """The configuration of a model of any architecture."""
-    name = str(architecture_name(values))
-    return ModelConfig.from_json(values, {}, source, name, FAMILIES.get(name))
+    return read_config(values, {}, source, family_in(values))

@@ -11,9 +11,9 @@ import torch
 
 from lopa_ascend import DecodingParams, checkpoint
 from lopa_ascend.config import EngineConfig, ModelConfig
+from lopa_ascend.families import dream
 from lopa_ascend.kv.pages import PAGE_SIZE, slots_for
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.model.dream import Dream
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_tokenizer
@@ -113,7 +113,7 @@ def faults(formulas: Formulas, steps: Sequence[Step]) -> list[str]:
 
 def prompts(model: Path, count: int) -> list[list[int]]:
     """The first held-out problems as chat prompts of a model, in token ids."""
-    config = checkpoint.open_checkpoint(model, Dream.architecture).config
+    config = checkpoint.open_checkpoint(model, dream.FAMILY).config
     encoder = Prompts(load_tokenizer(model, config.vocab_size), config.vocab_size, config.mask_token_id, model.name)
     return [encoder.encode_chat(chat(question)) for question in questions()[:count]]
 
@@ -137,9 +137,7 @@ def measure(config: EngineConfig, model: Path, params: DecodingParams, num_probl
         f"{num_problems} problems in {len(ranks[0])} steps; in {len(arrivals)} of them rank 0 passed new requests on "
         f"({sum(arrivals):,} bytes).\n"
     )
-    formulas = Formulas(
-        checkpoint.open_checkpoint(model, Dream.architecture).config, getattr(torch, config.dtype), tp, bp
-    )
+    formulas = Formulas(checkpoint.open_checkpoint(model, dream.FAMILY).config, getattr(torch, config.dtype), tp, bp)
     for_dream_7b = replace(formulas, model=load_model("Dream-7B"), dtype=torch.bfloat16)
     print_sent(formulas, for_dream_7b, steps)
     found = faults(formulas, steps)

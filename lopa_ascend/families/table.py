@@ -1,18 +1,17 @@
-"""The tensors of an architecture, one row each: the rest of this package reads, splits, stacks and quantises by them.
+"""The tensors of a family, one row each: checkpoints are read, split, stacked and quantised by them.
 
-An architecture states its `Table` beside its forward pass. With a model's sizes it gives `Tensors`, which a model in
-plain torch makes from its module instead.
+With a model's sizes the `Table` of its family gives `Tensors`, which a model in plain torch makes from its module
+instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
 from lopa_ascend.config import ModelConfig
-from lopa_ascend.config.families import Family
 
 HEAD = "lm_head"
 """`Row.linear` of the LM head."""
@@ -24,6 +23,8 @@ TensorSlices = Mapping[str, tuple[Selected, ...]]
 """By name in the checkpoint: a part of each dimension of a tensor."""
 ALL: TensorSlices = {}
 """No slices: all of every tensor."""
+DIVIDED = ("heads", "kv_heads", "qkv_heads", "inner", "expert_inner", "shared_inner")
+"""The sizes that are divided among tensor-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,6 @@ class Row:
     axis; with ``each`` those of an expert together."""
     shape: tuple[str, ...] = ()
     """Keys of `sizes_of`."""
-    split: str | None = None
-    """Which of these sizes is divided among tensor-parallel ranks; None: each rank has the whole tensor."""
     linear: str | None = None
     """For the weight of a linear layer: what ``quantization_exclude`` calls the layer, or HEAD. LoRA may change it."""
     source: str | None = None
@@ -50,15 +49,22 @@ class Row:
     """Of the layers of a model with experts: only those without, or with them, have the tensor."""
     each: bool = False
     """There is one for each expert; ``{}`` in the name stands for its number."""
+    is_summed: bool = False
+    """It is added to what the ranks sum, so all but one of them have zeros."""
     is_float32: bool = False
     """It is computed in float32, so it keeps this dtype whatever that of the model is."""
     tied_to: str | None = None
     """The tensor whose values this one has if ``tie_word_embeddings``. A checkpoint may then leave it out."""
 
+    @property
+    def split(self) -> str | None:
+        """Which of its sizes is divided among ranks; None: each rank has the whole tensor."""
+        return "vocab" if self.linear == HEAD else next((size for size in self.shape if size in DIVIDED), None)
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """All tensors of an architecture, in the order in which they are loaded."""
+    """All tensors of a family, in the order in which they are loaded."""
 
     before: tuple[Row, ...]
     layer: tuple[Row, ...]
@@ -68,7 +74,7 @@ class Table:
     """What their names in the checkpoint begin with, before ".N."."""
 
     def tensors(self, config: ModelConfig) -> Tensors:
-        """The tensors of a model of this architecture."""
+        """The tensors of a model with this table."""
         sizes = sizes_of(config)
         specs: dict[str, TensorSpec] = {}
         copies: dict[str, str] = {}
@@ -100,7 +106,7 @@ def _for_each_expert(rows: Sequence[Row], config: ModelConfig) -> Iterator[Row]:
         assert config.experts is not None
         own = list(members)
         for number in range(config.experts.num_experts):
-            yield from (replace(row, name=row.name.format(number), each=False) for row in own)
+            yield from (replace(row, name=row.name.format(number)) for row in own)
 
 
 def sizes_of(config: ModelConfig) -> dict[str, int]:
@@ -151,13 +157,7 @@ class TensorSpec:
 
     def scale(self) -> TensorSpec:
         """The scales [out] of this weight if it is int8. They are divided as the weight's rows are."""
-        row = replace(
-            self.row,
-            name=self.row.name + SCALE,
-            shape=self.row.shape[:1],
-            split=self.row.split if self.split_axis == 0 else None,
-            linear=None,
-        )
+        row = replace(self.row, name=self.row.name + SCALE, shape=self.row.shape[:1], linear=None)
         return replace(self, name=self.name + SCALE, ours=self.ours + SCALE, shape=self.shape[:1], row=row)
 
 
@@ -189,18 +189,6 @@ class Tensors:
             if spec.row.linear is not None and spec.module in modules:
                 specs[name + SCALE] = spec.scale()
         return replace(self, specs=specs)
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What this package must know of an architecture."""
-
-    name: str
-    """As ``config.families.architecture_name`` finds it in config.json."""
-    tensors: Callable[[ModelConfig], Tensors]
-    family: Family | None
-    """Of one that is written in fused ops: ranks may split it, linear layers may be int8, and config.json is read
-    strictly. None: it is in plain torch."""
 
 
 @dataclass(frozen=True, slots=True)

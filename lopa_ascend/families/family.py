@@ -1,0 +1,60 @@
+"""A family of models: in one value, all that tells its models from those of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lopa_ascend.config import ModelConfig
+from lopa_ascend.config.files import Fields
+from lopa_ascend.families.table import Table, Tensors
+from lopa_ascend.types import ModelProperties
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """Models of one architecture in fused ops: their tensors, their ``config.json``, and how they decode.
+
+    Ranks may split them, linear layers may be int8, adapters are merged, and ``config.json`` is read strictly.
+    """
+
+    model_type: str
+    """As ``config.json`` names it."""
+    name: str = ""
+    """Of the architecture, if another family has the same ``model_type``."""
+    claims: Callable[[Mapping[str, Any]], bool] | None = None
+    """Whether a ``config.json`` with this ``model_type`` is of this family; None: if no other family claims it."""
+    checkpoints: tuple[str, ...] = ()
+    """What the names of its published checkpoints begin with."""
+    table: Table
+    """The tensors of a checkpoint, and how the decoder has them."""
+    decoder: str = "lopa_ascend.model.decoder:Decoder"
+    """The forward pass, a ``model.base.SplitModel``, as module and class. It imports torch, so not before use."""
+    properties: ModelProperties
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What its ``config.json`` calls the fields of Qwen2, if it has names of its own."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The values of fields that are missing, by the names of Qwen2: of ``attention_bias`` (else true), ``rms_norm_eps``
+    (else 1e-6), ``mask_token_id`` and ``block_size``."""
+    implied: Callable[[Fields], Mapping[str, Any]] | None = None
+    """The values of fields that are missing because others say them, by names in the file."""
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Fields of its own that change the computation, with the values that can be computed. None is a missing field."""
+    unused: frozenset[str] = frozenset()
+    """Fields of its own that change nothing here, and fields of Qwen2 that ``complete`` reads in another way."""
+    complete: Callable[[Fields, ModelConfig], ModelConfig] | None = None
+    """Adds what only this family has, such as experts, to the configuration that was read."""
+    end_tokens: tuple[str, ...] = ()
+    """Special tokens of the tokenizer that end an answer and that no file names as such."""
+    recommended: Mapping[str, Any] = field(default_factory=dict)
+    """Decoding parameters that the authors recommend, beside the block size of a model that is block-causal."""
+    source: str = ""
+    """Where they recommend them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.model_type)
+
+    def tensors(self, config: ModelConfig) -> Tensors:
+        """The tensors of a model of this family."""
+        return self.table.tensors(config)

@@ -1,0 +1,18 @@
+"""Fast-dLLM v2 (1.5B, 7B): the tensors of Qwen2, trained with blocks."""
+
+from __future__ import annotations
+
+from lopa_ascend.families import dream
+from lopa_ascend.families.family import Family
+from lopa_ascend.types import ModelProperties
+
+FAMILY = Family(
+    model_type="Fast_dLLM_Qwen",
+    checkpoints=("Fast_dLLM_v2",),
+    table=dream.TABLE,
+    properties=ModelProperties(logit_shift=1, attention="block_causal"),
+    names={"block_size": "bd_size"},
+    defaults={"block_size": 32, "mask_token_id": 151665},
+    recommended={"decoding": "fast_dllm_v2", "tau_conf": 0.9},
+    source="run_chatbot.py of Fast-dLLM v2",
+)

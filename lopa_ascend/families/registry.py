@@ -1,0 +1,94 @@
+"""The families that this process knows: the built-in ones and those of other packages.
+
+Another family is added in this process by `register_family`; in every process, so also in those of a server and of
+several ranks, by an entry point of an installed package, with the ``model_type`` as its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from lopa_ascend.config import ConfigError
+from lopa_ascend.config.files import read_json_object
+from lopa_ascend.families import dream, dream_reasoner, fast_dllm2, llada, llada2, sdar
+from lopa_ascend.families.family import Family
+
+GROUP = "lopa_ascend.families"
+"""The group of entry points."""
+FAMILIES: dict[str, Family] = {}
+"""By name of the architecture. Those of entry points come when a ``config.json`` names them."""
+
+
+def register_family(family: Family) -> None:
+    """Makes the engines of this process run the models of a family.
+
+    Raises:
+        ValueError: its name is taken, or another family has its ``model_type`` and neither says which models it claims.
+    """
+    if FAMILIES.get(family.name, family) is not family:
+        raise ValueError(f"family {family.name!r} is registered already")
+    for other in FAMILIES.values():
+        if other is not family and other.model_type == family.model_type and not (other.claims or family.claims):
+            raise ValueError(f"model_type {family.model_type!r} is registered already")
+    FAMILIES[family.name] = family
+
+
+for module in (dream, dream_reasoner, fast_dllm2, llada, llada2, sdar):
+    register_family(module.FAMILY)
+
+
+def known_families() -> set[str]:
+    """The ``model_type`` of each family."""
+    return {*(family.model_type for family in FAMILIES.values()), *(point.name for point in _installed())}
+
+
+def family_in(config: Mapping[str, Any]) -> Family | None:
+    """The family of the model that a ``config.json`` describes; None if it is of no known one.
+
+    Raises:
+        ConfigError: a package has an entry point for the ``model_type``, which cannot be loaded.
+    """
+    model_type = config.get("model_type")
+    for point in _installed():
+        if point.name == model_type:
+            _load(point)
+    own = [family for family in FAMILIES.values() if family.model_type == model_type]
+    claiming = (family for family in own if family.claims is not None and family.claims(config))
+    return next(claiming, next((family for family in own if family.claims is None), None))
+
+
+def family_of(model: str | Path) -> Family | None:
+    """The family of a model directory; None if it is of no known one, or does not exist.
+
+    Raises:
+        ConfigError: as ``family_in``, or ``config.json`` is broken.
+    """
+    return family_in(read_json_object(Path(model) / "config.json", ConfigError, optional=True))
+
+
+def family_of_checkpoint(name: str) -> str | None:
+    """The family of the checkpoint with a name such as "JetLM/SDAR-8B-Chat"; None if the name does not tell it."""
+    last = name.rstrip("/").rpartition("/")[2]
+    return next((key for key, family in FAMILIES.items() if last.startswith(family.checkpoints)), None)
+
+
+def _load(point: EntryPoint) -> None:
+    """Registers the family of an entry point."""
+    try:
+        family = point.load()
+        if not isinstance(family, Family):
+            raise TypeError(f"expected a lopa_ascend.families.Family, got {type(family).__name__}")
+        register_family(family)
+    except Exception as error:  # the module is another package's, which may raise anything
+        message = f"model_type {point.name!r}: entry point {point.value!r} cannot be loaded: {error}"
+        raise ConfigError(message) from error
+
+
+@cache
+def _installed() -> tuple[EntryPoint, ...]:
+    """Read once, because it takes milliseconds."""
+    return tuple(entry_points(group=GROUP))
