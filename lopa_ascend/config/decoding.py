@@ -23,6 +23,7 @@ from lopa_ascend.config.decodings import (
     variants_of,
     with_graphs,
 )
+from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.families import family_of
 from lopa_ascend.config.files import ConfigError, Fields, read_json_object, shown
 from lopa_ascend.config.kinds import AUTO
@@ -31,7 +32,6 @@ from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.settings import (
     GraphSupport,
     Parameter,
-    ParameterError,
     check_settings,
     checked_value,
     refuse_unknown,

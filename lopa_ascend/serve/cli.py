@@ -134,7 +134,8 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
             parser.exit()
         return _serve_config(_with_key(given))
     except ParameterError as error:
-        parser.error(f"argument {option(error.param)}{str(error).removeprefix(error.param)}")
+        name, *rest = error.path
+        parser.error(f"argument {error.at((option(str(name)), *rest))}")
 
 
 def config_of(values: Mapping[str, Any], origin: str) -> ServeConfig:

@@ -181,7 +181,7 @@ class Prompts:
             asks_for_nothing = name == "enable_thinking" and value is False
             if name not in read and not asks_for_nothing:
                 message = f"is not read by the chat template, which reads {', '.join(sorted(read)) or 'none'}"
-                raise ParameterError(f"{field}.{name[:100]}", message)
+                raise ParameterError((field, name[:100]), message)
 
     def check_thinking(self, params: Mapping[str, Any], *, is_conversation: bool) -> None:
         """Refuses a ``max_thinking_tokens`` that could limit nothing."""

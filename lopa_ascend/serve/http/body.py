@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from lopa_ascend.config.errors import ParameterError, printed
 from lopa_ascend.config.files import shown
 from lopa_ascend.config.removed import instead_of
 from lopa_ascend.process.thread_turns import turn
@@ -278,7 +279,10 @@ def _explain(error: ErrorDetails, model: type[Body]) -> ApiError:
     path = [part for place, part in enumerate(location) if place in fields or not _is_type_name(part)]
     if error["type"] == "unsupported":
         path.append(error["ctx"]["name"])
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    ours = error.get("ctx", {}).get("error")  # what a validator of ours has raised
+    if isinstance(ours, ParameterError):
+        path += ours.path
+    param = printed(tuple(path))
     if error["type"] == "unsupported":
         return _bad(f"{param} {error['ctx']['message']}", param, code="unsupported_parameter")
     if error["type"] == "extra_forbidden":
@@ -288,9 +292,10 @@ def _explain(error: ErrorDetails, model: type[Body]) -> ApiError:
         return _bad(f"{param} is missing", param, code="missing_parameter")
     if error["type"] == "model_type":
         return _bad(f"{param} must be an object, got {shown(error['input'])}", param)
-    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    got = "" if ", got " in message else f", got {shown(error['input'])}"  # our own kinds say it themselves
-    return _bad(f"{param}: {message}{got}", param)
+    if ours is not None:
+        return _bad(f"{param}: {ours.message if isinstance(ours, ParameterError) else ours}", param)
+    message = error["msg"].replace("Input should be", "must be")  # pydantic's own text
+    return _bad(f"{param}: {message}, got {shown(error['input'])}", param)
 
 
 def _hint(name: str, model: type[Body]) -> str:
