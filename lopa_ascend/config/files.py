@@ -12,9 +12,12 @@ import os
 import re
 import reprlib
 import stat
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T", bound=Hashable)
 
 MAX_FILE = 4 * 2**20
 """Bytes of the largest file that is read, unless the caller says otherwise. Configurations have some kilobytes."""
@@ -124,7 +127,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     """
     too_deep = f"objects and lists are nested more than {MAX_DEPTH} levels deep"
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        value = strict_json(raw)
     except RecursionError:
         raise ValueError(too_deep) from None
     if not isinstance(value, dict):
@@ -136,16 +139,29 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
+def strict_json(raw: bytes, **numbers: Any) -> Any:
+    """What JSON in UTF-8 says. Names in an object must differ: readers do not agree on which of two equal ones counts.
+
+    Args:
+        numbers: ``parse_float`` and ``parse_constant``, as ``json.loads`` takes them.
+
+    Raises:
+        ValueError: it is not UTF-8 or not JSON, or has a name twice in an object.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, **numbers)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, whose names must differ: readers do not agree on which of two equal ones counts."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"the name {shown(name)} occurs twice in an object")
-            seen.add(name)
+        raise ValueError(f"the name {shown(repeated(name for name, _ in pairs))} occurs twice in an object")
     return values
+
+
+def repeated(names: Iterable[T]) -> T | None:
+    """The first name that is there twice; None if all differ."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _depth(value: object) -> int:

@@ -9,7 +9,6 @@ import argparse
 import os
 import string
 import sys
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -27,7 +26,7 @@ from lopa_ascend.config import (
     recommended_decoding,
 )
 from lopa_ascend.config.families import family_of
-from lopa_ascend.config.files import MAX_DEPTH, read_text, shown
+from lopa_ascend.config.files import MAX_DEPTH, read_text, repeated, shown
 from lopa_ascend.config.kinds import AnyText, Boolean, Strings, Words
 from lopa_ascend.config.limits import check_decoding
 from lopa_ascend.config.presets import LIST, find_preset, presets_text
@@ -298,8 +297,7 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Here the merge key "<<" is not yet replaced by the keys that it brings, which the mapping's own may override.
         node = super().compose_mapping_node(anchor)
-        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = next((key for key, count in Counter(keys).items() if count > 1), None)
+        twice = repeated((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         if twice is not None:
             raise ValueError(f"{twice[1]!r} is there twice")
         return node
