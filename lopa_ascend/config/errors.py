@@ -1,4 +1,4 @@
-"""The errors of settings and fields with wrong values: where each stands, and what is wrong with it."""
+"""The error of a setting or a field with a wrong value: where that stands, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,9 @@ class ParameterError(ValueError):
     """A setting, or a part of its value, is not allowed.
 
     Args:
-        param: name of the setting, or the path of the part.
-        message: what is wrong and what is allowed, without the path. If it names settings, a function that asks how
-            each name is spelt: requests have other names for some of them.
-
-    Attributes:
-        path: of the part.
-        param: the path as messages name it.
-        message: as the Python API spells it.
+        param: name of the setting, or the ``path`` of the part. The attribute is the path as messages name it.
+        message: what is wrong and what is allowed. If it names settings, a function that asks how each is spelt:
+            requests have other names for some.
     """
 
     def __init__(self, param: str | FieldPath, message: str | Callable[[Callable[[str], str]], str]):

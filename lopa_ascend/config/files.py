@@ -13,11 +13,9 @@ import re
 import reprlib
 import stat
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
-
-T = TypeVar("T", bound=Hashable)
+from typing import Any
 
 MAX_FILE = 4 * 2**20
 """Bytes of the largest file that is read, unless the caller says otherwise. Configurations have some kilobytes."""
@@ -141,14 +139,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 def strict_json(raw: bytes, **numbers: Any) -> Any:
     """What JSON in UTF-8 says. Names in an object must differ: readers do not agree on which of two equal ones counts.
-
-    Args:
-        numbers: ``parse_float`` and ``parse_constant``, as ``json.loads`` takes them.
-
-    Raises:
-        ValueError: it is not UTF-8 or not JSON, or has a name twice in an object.
-        RecursionError: it is nested too deeply.
-    """
+    Raises ValueError and RecursionError as ``json.loads`` does, of which ``numbers`` are options."""
     return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, **numbers)
 
 
@@ -159,7 +150,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def repeated(names: Iterable[T]) -> T | None:
+def repeated(names: Iterable[Any]) -> Any:
     """The first name that is there twice; None if all differ."""
     return next((name for name, count in Counter(names).items() if count > 1), None)
 

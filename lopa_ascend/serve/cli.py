@@ -143,9 +143,6 @@ def config_of(values: Mapping[str, Any], origin: str) -> ServeConfig:
     Args:
         values: by names of flags.
         origin: where they stand, for messages.
-
-    Raises:
-        ParameterError: a value is not allowed, or two do not go together.
     """
     return _serve_config(_with_key(_checked(values, origin)))
 
@@ -189,11 +186,7 @@ def _meant(name: str) -> str:
 
 
 def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
-    """The configuration with the given values, by names of flags.
-
-    Raises:
-        ParameterError: a value is not allowed, or two values do not go together; ``param`` is the name of the flag.
-    """
+    """The configuration with the given values, by names of flags, as errors have them, too."""
     decoding = field_values(given, DECODING_FLAGS)
     if "preset" in given:
         decoding = find_preset(given["preset"]).merged(decoding)
@@ -304,11 +297,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """The values in a YAML file, by names of flags. A value that is null counts as absent.
-
-    Raises:
-        ParameterError: of ``config``: the file cannot be read, or it holds an unknown key or a wrong value.
-    """
+    """The values in a YAML file, by names of flags. A value that is null counts as absent. All errors are those of the
+    flag ``config``."""
     try:
         text = read_text(file, ValueError, max_bytes=MAX_CONFIG)
     except ValueError as error:  # it names the file

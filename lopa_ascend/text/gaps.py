@@ -48,9 +48,6 @@ def pieces_of(
 
     Args:
         encode: the token ids of a part, which came in a field.
-
-    Raises:
-        ParameterError: ``encode`` refuses a part; the first part is a gap, two gaps meet, or there is none.
     """
     pieces = list[Piece]()
     for index, part in enumerate(parts):

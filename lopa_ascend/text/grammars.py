@@ -178,11 +178,8 @@ class Grammars:
         self._workers = ThreadPoolExecutor(num_workers(), "grammars")
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Begins to compile a grammar, unless it is among the last ones.
-
-        Raises:
-            ParameterError: as ``source_of``, if no guard has let it pass.
-        """
+        """Begins to compile a grammar, unless it is among the last ones. Raises as ``source_of`` if no guard has let it
+        pass."""
         with self._lock:
             compiled = self._compiled.pop(grammar, None)
             if compiled is None:
@@ -279,8 +276,7 @@ def faults(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[tuple[FieldPat
 
 
 def suspects(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[FieldPath]:
-    """The paths of a schema's parts, each before it is compiled by itself; of other grammars, and at the end, the
-    grammar's own."""
+    """The paths of a schema's parts, each before it is compiled by itself, and at the end that of the grammar."""
     for place, part in _parts(grammar):
         yield place
         _is_wrong(vocabulary, part)
@@ -292,10 +288,9 @@ def _path(grammar: Grammar) -> FieldPath:
 
 
 def _parts(grammar: Grammar) -> Iterator[tuple[FieldPath, Any]]:
-    """``parts_alone`` of a schema, with paths; of other grammars nothing."""
-    if grammar.kind == "json":
-        for place, part in parts_alone(json.loads(grammar.text)):
-            yield (*_path(grammar), *place), part
+    """The parts of a schema, with their paths; of other grammars none."""
+    for place, part in parts_alone(json.loads(grammar.text)) if grammar.kind == "json" else ():
+        yield (*_path(grammar), *place), part
 
 
 def _is_wrong(vocabulary: LLTokenizer, schema: Any) -> bool:

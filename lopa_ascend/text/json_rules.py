@@ -89,11 +89,7 @@ _LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n
 
 
 def with_json_rules(grammar: str) -> str:
-    """A Lark grammar with rules in place of the JSON schemas in it.
-
-    Raises:
-        ParameterError: as ``json_rules`` does.
-    """
+    """A Lark grammar with rules in place of the JSON schemas in it. Raises as ``json_rules`` does."""
     pieces: list[str] = []
     rules: list[str] = []
     position = 0

@@ -110,8 +110,8 @@ class CompletionRequest(GenerationRequest):
             raise ParameterError("echo", "needs a tokenizer, and the model has no tokenizer files")
         if self.echo and self.suffix:
             raise ParameterError("echo", "cannot be combined with suffix: put both around the text yourself")
-        prompts = [planner.encode(prompt) for prompt in self.prompt]
-        rest: list[Piece] = [Gap(), planner.encode_field(self.suffix, "suffix")] if self.suffix else []
+        prompts = [planner.encode(prompt, "prompt") for prompt in self.prompt]
+        rest: list[Piece] = [Gap(), planner.encode(self.suffix, "suffix")] if self.suffix else []
         with_logprobs = self.logprobs is not None
         form = asked_form(self, response_form(self.response_format), NO_TOOLS)
         return planner.choices(

@@ -53,7 +53,7 @@ class InfillRequest(GenerationRequest):
     def plan(self, planner: Planner) -> list[AskedChoice]:
         if planner.prompts.tokenizer is None:
             raise ParameterError("parts", "needs a tokenizer, and the model has no tokenizer files")
-        prompt, rest = pieces_of(_parts(self), planner.encode_field)
+        prompt, rest = pieces_of(_parts(self), planner.encode)
         return planner.choices(
             self,
             [prompt],

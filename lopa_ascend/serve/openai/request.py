@@ -168,9 +168,6 @@ class Planner:
         Args:
             variables: those that the request gives to the chat template.
             effort: how much the model is to think: a hint, for templates that read it.
-
-        Raises:
-            ParameterError: also if no choice can be forced or left out as ``tools`` says.
         """
         form = asked_form(request, response_format, tools)
         shown = tools.as_template_input()
@@ -303,14 +300,8 @@ class Planner:
         return params, gapped
 
     def scored(self, prompt: list[int], texts: Sequence[str], field: FieldPath) -> AskedChoice:
-        """What asks how probable texts, which came in the field ``field``, are after a prompt.
-
-        Raises:
-            ParameterError: a text has no tokens, or they do not fit into one pass.
-        """
-        continuations = []
-        for index, text in enumerate(texts):
-            continuations.append(tuple(self.encode_field(text, (*field, index))))
+        """What asks how probable texts, which came in the field ``field``, are after a prompt."""
+        continuations = [tuple(self.encode(text, (*field, index))) for index, text in enumerate(texts)]
         if (total := sum(map(len, continuations))) > MAX_SCORED:
             raise ParameterError(field, f"has {total} tokens; at most {MAX_SCORED} can be scored at once")
         longest = max(map(len, continuations))
@@ -336,22 +327,16 @@ class Planner:
             defaults["min_new_tokens"] = max(0, min(defaults["min_new_tokens"], longest))
         return DecodingParams.of(**{**defaults, **asked})
 
-    def encode_field(self, text: str | Sequence[int], field: str | FieldPath) -> list[int]:
-        """As ``encode``, for what came in ``field``."""
+    def encode(self, prompt: str | Sequence[int], field: str | FieldPath) -> list[int]:
+        """The token ids of what came in a field, which is refused at once if it is too long: there may be a thousand
+        prompts."""
+        longest = self.limits.max_model_len
         try:
-            return self.encode(text if isinstance(text, str) else list(text))
+            ids = self.prompts.encode(prompt) if isinstance(prompt, str) or len(prompt) < longest else list(prompt)
         except ParameterError as error:
             raise error.at(field) from None
-
-    def encode(self, prompt: str | list[int]) -> list[int]:
-        """The token ids of a prompt, which is refused at once if it is too long: there may be a thousand of them."""
-        ids = prompt
-        if isinstance(prompt, str) or len(prompt) < self.limits.max_model_len:
-            ids = self.prompts.encode(prompt)
-        if len(ids) >= self.limits.max_model_len:
-            message = f"has {len(ids)} tokens; {context_length(self.limits.max_model_len)}"
-            raise ContextLengthError("prompt", message)
-        assert isinstance(ids, list)
+        if len(ids) >= longest:
+            raise ContextLengthError(field, f"has {len(ids)} tokens; {context_length(longest)}")
         return ids
 
 
@@ -360,9 +345,6 @@ def asked_parameters(request: GenerationRequest) -> tuple[dict[str, Any], dict[s
 
     Returns:
         The values by name, None for what the request switches off; by name, the field in which each was sent.
-
-    Raises:
-        ParameterError: the request sets a parameter to two different values.
     """
     values: dict[str, Any] = {}
     sent_as: dict[str, str | FieldPath] = {}
@@ -388,9 +370,6 @@ def _check_sizes(asked: Mapping[str, Any], num_choices: int) -> None:
     Args:
         asked: the parameters that the request sets, with each token id once.
         num_choices: of the request.
-
-    Raises:
-        ParameterError: there are too many token ids.
     """
     counts = {name: len(asked.get(name) or ()) for name in ID_PARAMETERS}
     counts["bad_words"] = _num_ids(asked.get("bad_words") or ())

@@ -54,10 +54,10 @@ class ScoreRequest(AnsweredRequest):
             return [planner.scored(planner.prompts.encode_chat(messages), self.texts, ("text_2",))]
         if not isinstance(self.text_1, list):
             assert self.text_1 is not None
-            return [planner.scored(planner.encode_field(self.text_1, "text_1"), self.texts, ("text_2",))]
+            return [planner.scored(planner.encode(self.text_1, "text_1"), self.texts, ("text_2",))]
         if len(self.text_1) != len(self.texts):
             raise ParameterError("text_2", f"has {len(self.texts)} texts, and text_1 {len(self.text_1)}")
-        prompts = [planner.encode_field(text, ("text_1", index)) for index, text in enumerate(self.text_1)]
+        prompts = [planner.encode(text, ("text_1", index)) for index, text in enumerate(self.text_1)]
         pairs = zip(prompts, self.texts, strict=True)
         return [planner.scored(prompt, [text], ("text_2", index)) for index, (prompt, text) in enumerate(pairs)]
 

@@ -67,9 +67,6 @@ def asked_form(request: Body, format_: AskedForm | None, tools: Tools) -> AskedF
         request: has the fields of ``GUIDED`` and structured_outputs.
         format_: what its response format asks for.
         tools: which it may call.
-
-    Raises:
-        ParameterError: it asks for several, or for one that does not go with its tools.
     """
     forms = [] if format_ is None else [format_]
     given: Mapping[str, Any] | None = getattr(request, "structured_outputs", None)
@@ -121,28 +118,22 @@ def calling_form(tools: Tools, answer: AskedForm | None) -> AskedForm:
 
 
 def response_form(asked: ResponseFormat | None) -> AskedForm | None:
-    """What ``response_format`` asks for.
-
-    Raises:
-        ParameterError: a schema is missing, or there although the type is another.
-    """
+    """What ``response_format`` asks for."""
     if asked is None:
         return None
-    if (asked.type == "json_schema") != (asked.json_schema is not None):
-        problem = "is missing" if asked.json_schema is None else f"does not go with the type {asked.type!r}"
-        raise ParameterError(("response_format", "json_schema"), problem)
-    if asked.json_schema is not None:
-        return AskedForm(("response_format", "json_schema", "schema"), "json", closed(asked.json_schema.schema_))
-    return AskedForm(("response_format",), "json_object", True) if asked.type == "json_object" else None
+    schema = None if asked.json_schema is None else asked.json_schema.schema_
+    return _json_form(asked.type, schema, ("response_format", "json_schema"), "schema")
 
 
 def text_form(asked: TextFormat | None) -> AskedForm | None:
-    """What ``text.format`` asks for. Raises as ``response_form`` does."""
-    if asked is None:
-        return None
-    if (asked.type == "json_schema") != (asked.schema_ is not None):
-        problem = "is missing" if asked.schema_ is None else f"does not go with the type {asked.type!r}"
-        raise ParameterError(("text", "format", "schema"), problem)
-    if asked.schema_ is not None:
-        return AskedForm(("text", "format", "schema"), "json", closed(asked.schema_))
-    return AskedForm(("text", "format"), "json_object", True) if asked.type == "json_object" else None
+    """What ``text.format`` asks for."""
+    return None if asked is None else _json_form(asked.type, asked.schema_, ("text", "format", "schema"))
+
+
+def _json_form(type_: str, schema: dict[str, Any] | None, field: FieldPath, *below: str) -> AskedForm | None:
+    """What a response format of a type asks for, whose schema is in ``field`` or there under a name."""
+    if (type_ == "json_schema") != (schema is not None):
+        raise ParameterError(field, "is missing" if schema is None else f"does not go with the type {type_!r}")
+    if schema is not None:
+        return AskedForm((*field, *below), "json", closed(schema))
+    return AskedForm(field[:-1], "json_object", True) if type_ == "json_object" else None

@@ -136,23 +136,9 @@ class ChatToolChoice(Body):
     type: Literal["function"]
     function: NamedFunction
 
-    @property
-    def names(self) -> dict[FieldPath, str]:
-        """By field the functions that it names; so with the other choices."""
-        return {("function", "name"): self.function.name}
-
 
 class ResponseToolChoice(NamedFunction):
     type: Literal["function"]
-
-    @property
-    def names(self) -> dict[FieldPath, str]:
-        return {("name",): self.name}
-
-
-def _names_in(tools: Sequence[ChatToolChoice] | Sequence[ResponseToolChoice]) -> dict[FieldPath, str]:
-    items = enumerate(tool.names.items() for tool in tools)
-    return {("tools", index, *field): name for index, names in items for field, name in names}
 
 
 class ChatAllowed(Body):
@@ -170,10 +156,6 @@ class ChatAllowedTools(Body):
     def mode(self) -> str:
         return self.allowed_tools.mode
 
-    @property
-    def names(self) -> dict[FieldPath, str]:
-        return {("allowed_tools", *field): name for field, name in _names_in(self.allowed_tools.tools).items()}
-
 
 class ResponseAllowedTools(Body):
     """As ``ChatAllowedTools``."""
@@ -181,10 +163,6 @@ class ResponseAllowedTools(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[ResponseToolChoice], Field(max_length=MAX_TOOLS, fail_fast=True)]
-
-    @property
-    def names(self) -> dict[FieldPath, str]:
-        return _names_in(self.tools)
 
 
 def _check_choice(choice: Any) -> Any:
@@ -279,15 +257,12 @@ def _arguments(schema: Json | None) -> Json:
     return arguments
 
 
-AnyChoice = str | ChatToolChoice | ResponseToolChoice | ChatAllowedTools | ResponseAllowedTools | None
+NamingChoice = ChatToolChoice | ResponseToolChoice | ChatAllowedTools | ResponseAllowedTools
+AnyChoice = str | NamingChoice | None
 
 
 def chat_tools(tools: Sequence[ChatTool | OtherTool] | None, choice: AnyChoice, *, parallel: bool | None) -> Tools:
-    """The functions of a chat completion, which may be called.
-
-    Raises:
-        ParameterError: a name occurs twice, or ``tool_choice`` does not fit the functions.
-    """
+    """The functions of a chat completion, which may be called."""
     functions = {index: tool.function for index, tool in enumerate(tools or ()) if isinstance(tool, ChatTool)}
     return _tools_of(functions, ("function",), choice, parallel=parallel is not False)
 
@@ -295,7 +270,7 @@ def chat_tools(tools: Sequence[ChatTool | OtherTool] | None, choice: AnyChoice, 
 def response_tools(
     tools: Sequence[ResponseTool | OtherTool] | None, choice: AnyChoice, *, parallel: bool | None
 ) -> Tools:
-    """The functions of a response. Raises as ``chat_tools`` does."""
+    """The functions of a response."""
     functions = {index: tool for index, tool in enumerate(tools or ()) if isinstance(tool, ResponseTool)}
     return _tools_of(functions, (), choice, parallel=parallel is not False)
 
@@ -309,18 +284,31 @@ def _tools_of(functions: Mapping[int, Function], place: FieldPath, choice: AnyCh
     if choice is None or isinstance(choice, str):
         mode = choice or "auto"
     else:
-        for field_, name in choice.names.items():
+        names = _names_in(choice)
+        for field_, name in names.items():
             if name not in known:
                 message = f"is {shown(name)}; tools has {', '.join(map(repr, known)) or 'no function'}"
                 raise ParameterError(("tool_choice", *field_), message)
         if isinstance(choice, ChatToolChoice | ResponseToolChoice):
-            (name,) = choice.names.values()
+            (name,) = names.values()
             return Tools(functions, name, named=True, place=place)
-        names, mode = set(choice.names.values()), choice.mode
-        functions = {index: function for index, function in functions.items() if function.name in names}
+        mode = choice.mode
+        functions = {index: function for index, function in functions.items() if function.name in names.values()}
     if mode == "required" and not functions:
         raise ParameterError("tool_choice", "'required' needs tools")
     return NO_TOOLS if mode == "none" else Tools(functions, mode, parallel, place=place)
+
+
+def _names_in(choice: NamingChoice | ChatAllowed) -> dict[FieldPath, str]:
+    """By field in a choice the functions that it names."""
+    if isinstance(choice, ChatToolChoice):
+        return {("function", "name"): choice.function.name}
+    if isinstance(choice, ResponseToolChoice):
+        return {("name",): choice.name}
+    if isinstance(choice, ChatAllowedTools):
+        return {("allowed_tools", *field): name for field, name in _names_in(choice.allowed_tools).items()}
+    items = enumerate(_names_in(tool).items() for tool in choice.tools)
+    return {("tools", index, *field): name for index, names in items for field, name in names}
 
 
 # ---- calls in a conversation -----------------------------------------------------------------------------------------
