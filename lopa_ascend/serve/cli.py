@@ -133,8 +133,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
             parser.exit()
         return _serve_config(_with_key(given))
     except ParameterError as error:
-        name, *rest = error.path
-        parser.error(f"argument {error.at((option(str(name)), *rest))}")
+        parser.error(f"argument {error.at(option(error.param))}")
 
 
 def config_of(values: Mapping[str, Any], origin: str) -> ServeConfig:
