@@ -25,6 +25,7 @@ from lopa_ascend.config import (
     ParameterError,
     fitting_defaults,
 )
+from lopa_ascend.config.errors import FieldPath
 from lopa_ascend.config.settings import refuse_unknown
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.ranks import start_engine
@@ -356,8 +357,7 @@ class LLM:
             try:
                 self.engine.add(request_id, prompt, params, gapped=gapped)
             except ParameterError as error:
-                field = "parts" if error.param in ("gaps", "max_new_tokens", "prompt") else error.param
-                raise type(error)(field, str(error).removeprefix(f"{error.param}: ")) from None
+                raise error.renamed(dict.fromkeys(("gaps", "max_new_tokens", "prompt"), "parts")) from None
             unfinished: dict[int, tuple[str, OutputStream]] = {0: (request_id, stream)}
             self._updates[request_id] = deque()
             outputs = dict[int, GenerationOutput]()
@@ -369,11 +369,11 @@ class LLM:
                     self._end(request_id)
         return replace(outputs[0], text=whole_text(parts, [gap.text for gap in outputs[0].gaps]))
 
-    def _tokenize_part(self, part: str | Sequence[int], field: str) -> list[int]:
+    def _tokenize_part(self, part: str | Sequence[int], field: FieldPath) -> list[int]:
         try:
             return self.tokenize(part)
         except ParameterError as error:
-            raise ParameterError(field, str(error).removeprefix(f"{error.param}: ")) from None
+            raise error.at(field) from None
 
     def save_trace(self, path: str | Path, output: GenerationOutput, params: DecodingParams | None = None) -> None:
         """Writes the forward passes of an output to a file of JSON lines, which the server's page at / opens.

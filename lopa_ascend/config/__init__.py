@@ -12,12 +12,13 @@ from lopa_ascend.config.engine import (
     EngineConfig,
     divided_length,
 )
+from lopa_ascend.config.errors import ContextLengthError, ParameterError, context_length
 from lopa_ascend.config.files import ConfigError
 from lopa_ascend.config.limits import Limits
 from lopa_ascend.config.model import ExpertsConfig, ModelConfig
 from lopa_ascend.config.parameters import MIN_TEMPERATURE
 from lopa_ascend.config.presets import Preset, find_preset, presets
-from lopa_ascend.config.settings import ContextLengthError, GraphSupport, ParameterError, context_length
+from lopa_ascend.config.settings import GraphSupport
 
 __all__ = [
     "ATTENTION_LAYOUTS",

@@ -6,17 +6,18 @@ Each decoding says it with its class. ``python -m ci.decoding_table`` writes it 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lopa_ascend.config.decodings import all_decodings, find_decoding, own_parameters, variants_of
+from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.parameters import MIN_TEMPERATURE, UsualParams
-from lopa_ascend.config.settings import ParameterError, settings
+from lopa_ascend.config.settings import settings
 from lopa_ascend.types import Grammar
 
 IN_JSON = {"True": "true", "False": "false", "None": "null"}
-"""How requests spell what messages of rules hold."""
+"""How requests spell values that messages of rules hold."""
 MAX_SHOWN = 100
 """Most characters of a value in a message."""
 Only = tuple[object, ...] | None
@@ -54,8 +55,7 @@ class Rule:
 
     def refusal(self, values: Mapping[str, Any]) -> ParameterError:
         """The error of parameters that do not keep this rule: both values, and what can be used instead."""
-        remedy = f"leave out {self.needs}" if self.choices == (None,) else f"use {self.needs} {listed(self.choices)}"
-        return _refusal(self.param, values, self.needs, [remedy], _with_default(self.param, self.free))
+        return _refusal(self.param, values, self.needs, self.choices, _with_default(self.param, self.free))
 
 
 def rules_of(strategy: type[Any]) -> tuple[Rule, ...]:
@@ -122,8 +122,8 @@ def check_combinations(strategy: type[Any], given: Mapping[str, Any]) -> None:
         if not rule.holds(values):
             raise rule.refusal(values)
     if values["min_new_tokens"] > values["max_new_tokens"]:
-        message = f"{values['min_new_tokens']} exceeds max_new_tokens {values['max_new_tokens']}"
-        raise ParameterError("min_new_tokens", message, names=("max_new_tokens",))
+        least, most = values["min_new_tokens"], values["max_new_tokens"]
+        raise ParameterError("min_new_tokens", lambda spelt: f"{least} exceeds {spelt('max_new_tokens')} {most}")
     needed = strategy.confidence
     if needed is not None and values["confidence"] not in (needed, default_of("confidence")):
         message = f'"{values["confidence"]}" does not go with decoding "{values["decoding"]}", which uses "{needed}"'
@@ -137,19 +137,24 @@ def _misfit(strategy: type[Any], name: str, values: Mapping[str, Any]) -> Parame
     if strategy is not usual and (taking := [each for each in (usual, *others) if takes(each, name, values[name])]):
         other = strategy.told_apart_by[0]
         choices = tuple(dict.fromkeys(getattr(each, other) for each in taking))
-    remedies = [f"use {other} {listed(choices)}"] if choices else []
     free = tuple(value for value in values_taken(strategy, name) or () if value is not None)
-    return _refusal(name, values, other, remedies, free)
+    return _refusal(name, values, other, choices, free)
 
 
 def _refusal(
-    name: str, values: Mapping[str, Any], other: str, remedies: list[str], free: tuple[object, ...]
+    name: str, values: Mapping[str, Any], other: str, choices: tuple[object, ...], free: tuple[object, ...]
 ) -> ParameterError:
-    if free:
-        remedies = [*remedies, f"use {name} {listed(free)}"]
-    advice = f"; {', or '.join(remedies)}" if remedies else ""
-    found = f"{_shown(values[name])} does not go with {other} {_shown(values[other])}"
-    return ParameterError(name, found.strip() + advice, names=(name, other, *IN_JSON))
+    def message(spelt: Callable[[str], str]) -> str:
+        remedies = [f"use {spelt(other)} {listed(choices, spelt)}"] if choices else []
+        if choices == (None,):
+            remedies = [f"leave out {spelt(other)}"]
+        if free:
+            remedies.append(f"use {spelt(name)} {listed(free, spelt)}")
+        advice = f"; {', or '.join(remedies)}" if remedies else ""
+        found = f"{_shown(values[name], spelt)} does not go with {spelt(other)} {_shown(values[other], spelt)}"
+        return found.strip() + advice
+
+    return ParameterError(name, message)
 
 
 def fitting_defaults(given: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,16 +220,16 @@ def _is_in(value: object, values: tuple[object, ...]) -> bool:
     return (tuple(value) if isinstance(value, list) else value) in values
 
 
-def _shown(value: object) -> str:
+def _shown(value: object, spelt: Callable[[str], str] = str) -> str:
     """A value, shortened; nothing for a grammar, which is no value that somebody has sent."""
     if isinstance(value, Grammar):
         return ""
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    text = f"{value:g}" if isinstance(value, float) else spelt(str(value))
     if isinstance(value, str | tuple):
         text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def listed(values: tuple[object, ...]) -> str:
+def listed(values: tuple[object, ...], spelt: Callable[[str], str] = str) -> str:
     """Values in words: "a" or "b"."""
-    return " or ".join(map(_shown, values))
+    return " or ".join(_shown(value, spelt) for value in values)

@@ -21,13 +21,13 @@ from lopa_ascend.config.decodings import (
     variants_of,
     with_graphs,
 )
+from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import AUTO
 from lopa_ascend.config.parameters import AUTO_BRANCHES, MIN_TEMPERATURE, UsualParams
 from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.settings import (
     GraphSupport,
     Parameter,
-    ParameterError,
     check_settings,
     checked_value,
     refuse_unknown,

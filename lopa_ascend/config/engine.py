@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lopa_ascend.config.decoding import GraphParams
+from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import INT64_MAX, AnyText, Boolean, Bytes, Choice, Choices, Integer, Number
-from lopa_ascend.config.settings import DERIVED, ParameterError, Section, check_settings, declare, settings
+from lopa_ascend.config.settings import DERIVED, Section, check_settings, declare, settings
 
 GRAPH_MODES_BY_DEVICE = {
     "cpu": ("eager", "inductor"),

@@ -12,6 +12,7 @@ import os
 import re
 import reprlib
 import stat
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     """
     too_deep = f"objects and lists are nested more than {MAX_DEPTH} levels deep"
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        value = strict_json(raw)
     except RecursionError:
         raise ValueError(too_deep) from None
     if not isinstance(value, dict):
@@ -136,16 +137,22 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
+def strict_json(raw: bytes, **numbers: Any) -> Any:
+    """What JSON in UTF-8 says. Names in an object must differ: readers do not agree on which of two equal ones counts.
+    Raises ValueError and RecursionError as ``json.loads`` does, of which ``numbers`` are options."""
+    return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, **numbers)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, whose names must differ: readers do not agree on which of two equal ones counts."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"the name {shown(name)} occurs twice in an object")
-            seen.add(name)
+        raise ValueError(f"the name {shown(repeated(name for name, _ in pairs))} occurs twice in an object")
     return values
+
+
+def repeated(names: Iterable[Any]) -> Any:
+    """The first name that is there twice; None if all differ."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _depth(value: object) -> int:

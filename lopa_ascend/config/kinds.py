@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.files import shown
 from lopa_ascend.types import Grammar
 
@@ -74,6 +75,7 @@ class Kind(ABC):
 
         Raises:
             ValueError: the value is not allowed; the message says what is.
+            ParameterError: a part of the value is not allowed; the path begins inside the value.
         """
 
     def parse(self, text: str) -> Any:
@@ -425,25 +427,25 @@ class StructuredOutputs(Kind):
         [(kind, item)] = given.items()
         text = self._text_of(kind, item)
         if len(text) > self.max_characters:
-            raise ValueError(f"{kind}: must have at most {self.max_characters} characters, got {len(text)}")
+            raise ParameterError(kind, f"must have at most {self.max_characters} characters, got {len(text)}")
         return Grammar(kind, text)
 
     def _text_of(self, kind: str, item: object) -> str:
         if kind == "json_object":
             if item is not True:
-                raise ValueError(f"json_object: must be true, got {shown(item)}")
+                raise ParameterError(kind, f"must be true, got {shown(item)}")
             return ""
         if kind == "json":
             return self._schema(item)
         if kind == "choice":
             if not isinstance(item, list | tuple) or not 0 < len(item) <= self.max_choices:
-                raise ValueError(f"choice: must be a list of 1 to {self.max_choices} texts, got {shown(item)}")
+                raise ParameterError(kind, f"must be a list of 1 to {self.max_choices} texts, got {shown(item)}")
             for index, text in enumerate(item):
                 if not isinstance(text, str) or not text:
-                    raise ValueError(f"choice[{index}]: must be a text that is not empty, got {shown(text)}")
+                    raise ParameterError((kind, index), f"must be a text that is not empty, got {shown(text)}")
             return json.dumps(list(dict.fromkeys(map(_text, item))))
         if not isinstance(item, str) or not item:
-            raise ValueError(f"{kind}: must be a text that is not empty, got {shown(item)}")
+            raise ParameterError(kind, f"must be a text that is not empty, got {shown(item)}")
         return _text(item)
 
     def _schema(self, item: object) -> str:
@@ -454,9 +456,9 @@ class StructuredOutputs(Kind):
             schema = json.loads(item) if isinstance(item, str) else item
             text = json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"json: is no JSON: {error}") from None
+            raise ParameterError("json", f"is no JSON: {error}") from None
         if not isinstance(schema, dict | bool):
-            raise ValueError(f"json: must be a JSON schema, got {shown(schema)}")
+            raise ParameterError("json", f"must be a JSON schema, got {shown(schema)}")
         return text
 
     def allowed(self) -> str:

@@ -10,7 +10,7 @@ from lopa_ascend.config.combinations import listed
 from lopa_ascend.config.decoding import DecodingParams, banned_ids
 from lopa_ascend.config.decodings import all_decodings, variants_of
 from lopa_ascend.config.engine import check_window_attention
-from lopa_ascend.config.settings import ContextLengthError, ParameterError, context_length
+from lopa_ascend.config.errors import ContextLengthError, ParameterError, context_length
 from lopa_ascend.kv.pages import slots_for, worst_case
 from lopa_ascend.types import DREAM, GappedText, ModelProperties
 
@@ -153,8 +153,8 @@ class Limits:
             )
             raise ParameterError("gaps", message)
         if params.structured_outputs is not None:
-            message = "cannot be combined with structured_outputs, which describes a whole answer"
-            raise ParameterError("gaps", message, names=("structured_outputs",))
+            what = "which describes a whole answer"
+            raise ParameterError("gaps", lambda spelt: f"cannot be combined with {spelt('structured_outputs')}, {what}")
         gaps = [is_gap for is_gap, _ in groupby(token == self.mask_token_id for token in text.tokens) if is_gap]
         if not gaps or len(text.tokens) != params.max_new_tokens:
             raise ParameterError("gaps", f"must have max_new_tokens {params.max_new_tokens} tokens, and a gap")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lopa_ascend.config.combinations import fitting_defaults
-from lopa_ascend.config.settings import ParameterError
+from lopa_ascend.config.errors import ParameterError
 
 FILE = Path(__file__).with_name("presets.json")
 LIST = "list"

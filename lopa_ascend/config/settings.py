@@ -7,13 +7,13 @@ and the table in docs/decoding.md are all made from these declarations.
 from __future__ import annotations
 
 import argparse
-import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeVar
 
+from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import Kind
 from lopa_ascend.config.removed import instead_of
 
@@ -24,36 +24,6 @@ _KEY = "setting"
 DERIVED: Any = None
 """The default of a field that construction replaces by what follows from other fields. The type of the field is what it
 holds after construction."""
-
-
-class ParameterError(ValueError):
-    """A setting has a value that is not allowed.
-
-    Args:
-        param: name of the setting.
-        message: what is wrong with its value and what is allowed, without the name.
-        names: settings that the message names, so that a server can put the fields there that a client has sent.
-    """
-
-    def __init__(self, param: str, message: str, names: Sequence[str] = ()):
-        super().__init__(f"{param}: {message}")
-        self.param, self.message, self._names = param, message, tuple(names)
-
-    def renamed(self, fields: Mapping[str, str]) -> ParameterError:
-        """The same error with the fields that stand for settings, by name of the setting."""
-        message = self.message
-        for name in self._names:
-            message = re.sub(rf"\b{name}\b", fields.get(name, name), message)
-        return type(self)(fields.get(self.param, self.param), message, self._names)
-
-
-class ContextLengthError(ParameterError):
-    """A prompt, or a prompt with the answer that is asked for, has more tokens than the model takes."""
-
-
-def context_length(max_model_len: int) -> str:
-    """The limit in the words by which clients know it: some of them look for these in order to shorten a prompt."""
-    return f"this model's maximum context length is {max_model_len} tokens (max_model_len)"
 
 
 class Section(Enum):
@@ -201,6 +171,8 @@ def checked_value(name: str, value: object, setting: Setting) -> object:
         return None
     try:
         return setting.kind.checked(value)
+    except ParameterError as error:
+        raise error.under(name) from None
     except ValueError as error:
         raise ParameterError(name, f"{error}{instead_of(name, value)}") from None
 

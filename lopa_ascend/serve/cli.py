@@ -9,7 +9,6 @@ import argparse
 import os
 import string
 import sys
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,7 +24,7 @@ from lopa_ascend.config import (
     ParameterError,
     fitting_defaults,
 )
-from lopa_ascend.config.files import MAX_DEPTH, read_text, shown
+from lopa_ascend.config.files import MAX_DEPTH, read_text, repeated, shown
 from lopa_ascend.config.kinds import AnyText, Boolean, Strings, Words
 from lopa_ascend.config.limits import check_decoding
 from lopa_ascend.config.presets import LIST, find_preset, presets_text
@@ -133,7 +132,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
             parser.exit()
         return _serve_config(_with_key(given))
     except ParameterError as error:
-        parser.error(f"argument {option(error.param)}{str(error).removeprefix(error.param)}")
+        parser.error(f"argument {error.at(option(error.param))}")
 
 
 def config_of(values: Mapping[str, Any], origin: str) -> ServeConfig:
@@ -142,9 +141,6 @@ def config_of(values: Mapping[str, Any], origin: str) -> ServeConfig:
     Args:
         values: by names of flags.
         origin: where they stand, for messages.
-
-    Raises:
-        ParameterError: a value is not allowed, or two do not go together.
     """
     return _serve_config(_with_key(_checked(values, origin)))
 
@@ -188,11 +184,7 @@ def _meant(name: str) -> str:
 
 
 def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
-    """The configuration with the given values, by names of flags.
-
-    Raises:
-        ParameterError: a value is not allowed, or two values do not go together; ``param`` is the name of the flag.
-    """
+    """The configuration with the given values, by names of flags, as errors have them, too."""
     decoding = field_values(given, DECODING_FLAGS)
     if "preset" in given:
         decoding = find_preset(given["preset"]).merged(decoding)
@@ -296,19 +288,15 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Here the merge key "<<" is not yet replaced by the keys that it brings, which the mapping's own may override.
         node = super().compose_mapping_node(anchor)
-        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = next((key for key, count in Counter(keys).items() if count > 1), None)
+        twice = repeated((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         if twice is not None:
             raise ValueError(f"{twice[1]!r} is there twice")
         return node
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """The values in a YAML file, by names of flags. A value that is null counts as absent.
-
-    Raises:
-        ParameterError: of ``config``: the file cannot be read, or it holds an unknown key or a wrong value.
-    """
+    """The values in a YAML file, by names of flags. A value that is null counts as absent. All errors are those of the
+    flag ``config``."""
     try:
         text = read_text(file, ValueError, max_bytes=MAX_CONFIG)
     except ValueError as error:  # it names the file

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lopa_ascend.config import ParameterError
+from lopa_ascend.config.errors import FieldPath
 from lopa_ascend.types import GappedText
 
 
@@ -41,24 +42,21 @@ Piece = list[int] | Gap
 
 
 def pieces_of(
-    parts: Sequence[str | Sequence[int] | Gap], encode: Callable[[str | Sequence[int], str], list[int]]
+    parts: Sequence[str | Sequence[int] | Gap], encode: Callable[[str | Sequence[int], FieldPath], list[int]]
 ) -> tuple[list[int], list[Piece]]:
     """The prompt of a text with gaps, and what follows it.
 
     Args:
-        encode: the token ids of a part, which came in the named field.
-
-    Raises:
-        ParameterError: ``encode`` refuses a part; the first part is a gap, two gaps meet, or there is none.
+        encode: the token ids of a part, which came in a field.
     """
     pieces = list[Piece]()
     for index, part in enumerate(parts):
         is_gap = isinstance(part, Gap)
         if is_gap and not index:
-            raise ParameterError("parts[0]", "must be given: a gap is predicted from what is before it")
+            raise ParameterError(("parts", 0), "must be given: a gap is predicted from what is before it")
         if is_gap and isinstance(parts[index - 1], Gap):
-            raise ParameterError(f"parts[{index}]", "is a gap directly behind another one; make them one")
-        pieces.append(part if isinstance(part, Gap) else encode(part, f"parts[{index}]"))
+            raise ParameterError(("parts", index), "is a gap directly behind another one; make them one")
+        pieces.append(part if isinstance(part, Gap) else encode(part, ("parts", index)))
     prompt, *rest = pieces or [[]]
     if not any(isinstance(piece, Gap) for piece in rest):
         raise ParameterError("parts", "has no gap; /v1/completions continues a text")

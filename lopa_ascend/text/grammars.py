@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import tokenizers
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from lopa_ascend.config import ParameterError
+from lopa_ascend.config.errors import FieldPath
 from lopa_ascend.text.json_rules import with_json_rules
 from lopa_ascend.text.schemas import parts_alone
 from lopa_ascend.text.tokenizer import Tokenizer
@@ -176,11 +178,8 @@ class Grammars:
         self._workers = ThreadPoolExecutor(num_workers(), "grammars")
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Begins to compile a grammar, unless it is among the last ones.
-
-        Raises:
-            ParameterError: as ``source_of``, if no guard has let it pass.
-        """
+        """Begins to compile a grammar, unless it is among the last ones. Raises as ``source_of`` if no guard has let it
+        pass."""
         with self._lock:
             compiled = self._compiled.pop(grammar, None)
             if compiled is None:
@@ -254,9 +253,9 @@ def _limits(grammar: Grammar) -> LLParserLimits:
     )
 
 
-def faults(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[str]:
-    """Why a grammar with its source cannot be used; each message says more than the one before. There is none if it can
-    be used."""
+def faults(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[tuple[FieldPath, str]]:
+    """Why a grammar with its source cannot be used: path and message, as of a ``ParameterError``. Each says more than
+    the one before. There is none if it can be used."""
     compiled = compiled_matcher(vocabulary, grammar)
     num_forced = 0
     while num_forced <= MAX_FORCED and (forced := compiled.compute_ff_tokens()):  # each time as far as limits allow
@@ -265,23 +264,33 @@ def faults(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[str]:
     goes_on = any(compiled.compute_bitmask()) or compiled.is_accepting()
     if compiled.is_error():
         reason = _reason(compiled.get_error())
-        yield f"{grammar.kind}: {reason}"
-        schema = json.loads(grammar.text) if grammar.kind == "json" else True
-        places = (place for place, part in parts_alone(schema) if _is_wrong(vocabulary, part))
+        yield _path(grammar), reason
+        places = (place for place, part in _parts(grammar) if _is_wrong(vocabulary, part))
+        # llguidance says in words alone that the whole is too large.
         if "grammar size" not in reason and (place := next(places, None)) is not None:
-            yield f"json at {place}: {reason}"
+            yield place, reason
     elif num_forced > MAX_FORCED:
-        yield f"{grammar.kind}: {ENDLESS}"
+        yield _path(grammar), ENDLESS
     elif not goes_on:
-        yield f"{grammar.kind}: no text keeps to it"
+        yield _path(grammar), "no text keeps to it"
 
 
-def suspects(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[str]:
-    """The places of a schema's parts, each before it is compiled by itself; of other grammars, and at the end, none."""
-    for place, part in parts_alone(json.loads(grammar.text)) if grammar.kind == "json" else ():
-        yield f" at {place}"
+def suspects(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[FieldPath]:
+    """The paths of a schema's parts, each before it is compiled by itself, and at the end that of the grammar."""
+    for place, part in _parts(grammar):
+        yield place
         _is_wrong(vocabulary, part)
-    yield ""
+    yield _path(grammar)
+
+
+def _path(grammar: Grammar) -> FieldPath:
+    return ("structured_outputs", grammar.kind)
+
+
+def _parts(grammar: Grammar) -> Iterator[tuple[FieldPath, Any]]:
+    """The parts of a schema, with their paths; of other grammars none."""
+    for place, part in parts_alone(json.loads(grammar.text)) if grammar.kind == "json" else ():
+        yield (*_path(grammar), *place), part
 
 
 def _is_wrong(vocabulary: LLTokenizer, schema: Any) -> bool:
@@ -293,7 +302,7 @@ def source_of(grammar: Grammar) -> str:
     """The grammar in a form of llguidance. Python writes it, and with a large schema takes seconds.
 
     Raises:
-        ParameterError: a JSON schema in it is wrong, not supported, or too large; with the place.
+        ParameterError: a JSON schema in it is wrong, not supported, or too large; the path leads to the part.
     """
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
@@ -301,11 +310,15 @@ def source_of(grammar: Grammar) -> str:
         texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
     schema = {"json": grammar.text, "json_object": '{"type": "object"}'}.get(grammar.kind)
-    return LLMatcher.grammar_from_lark(with_json_rules(grammar.text if schema is None else f"start: %json {schema}"))
+    try:
+        rules = with_json_rules(grammar.text if schema is None else f"start: %json {schema}")
+    except ParameterError as error:
+        raise error.under(*_path(grammar)) from None
+    return LLMatcher.grammar_from_lark(rules)
 
 
 def _reason(error: str) -> str:
-    """What a message of llguidance says, on one line."""
+    """What a message of llguidance says, on one line. It has no codes, so limits are told by their words."""
     text = " ".join(error.partition("\n<")[0].split())
     if "ff_tokens" in text:  # the limit of what is forced
         return ENDLESS

@@ -93,13 +93,13 @@ class Guard:
     def _compiled(self, grammar: Grammar) -> Grammar:
         found, status = self._ask(grammar, TIME)
         match found[-1:]:
-            case [str(refusal)]:
-                raise ParameterError("structured_outputs", refusal)
+            case [[[*place], str(refusal)]]:
+                raise ParameterError(tuple(place), refusal)
             case [[source, num_bytes]] if not status:
                 return Grammar(grammar.kind, grammar.text, source=source, compiled_bytes=num_bytes)
         places, place_status = self._ask(grammar, PLACE_TIME, wants_place=True)
-        place = places[-1] if places and place_status else ""
-        raise ParameterError("structured_outputs", f"{grammar.kind}{place}: {_explain(status)}; make it simpler")
+        place = places[-1] if places and place_status else ["structured_outputs", grammar.kind]
+        raise ParameterError(tuple(place), f"{_explain(status)}; make it simpler")
 
     def _ask(self, grammar: Grammar, seconds: float, *, wants_place: bool = False) -> tuple[list[Any], int]:
         """See ``_WarmProcess.ask``."""
@@ -262,17 +262,17 @@ def _answer(link: socket.socket, vocabulary: LLTokenizer) -> None:
 
 def _findings(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[Any]:
     """Why a grammar is refused; or its source, with the bytes that it takes."""
-    before, refusal = _most_memory(), ""
+    before, refusal = _most_memory(), None
     try:
         grammar = replace(grammar, source=source_of(grammar))
         for refusal in faults(vocabulary, grammar):
             yield refusal
-        if not refusal:
+        if refusal is None:
             yield grammar.source, _most_memory() - before
     except ParameterError as error:
-        yield error.message
+        yield error.path, error.message
     except RecursionError:
-        yield f"{grammar.kind}: is nested too deeply"
+        yield ("structured_outputs", grammar.kind), "is nested too deeply"
 
 
 def _limit(kind: int, value: int) -> None:

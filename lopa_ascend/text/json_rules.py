@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from lopa_ascend.config import ParameterError
+from lopa_ascend.config.errors import FieldPath
 from lopa_ascend.text.schemas import MAX_DEPTH, MAX_VALUES, Schema, parts
 
 Fact = dict[Any, Any]
@@ -69,16 +70,15 @@ def json_rules(schema: Schema, name: str) -> list[str]:
         name: of the first rule, with which the names of the others begin.
 
     Raises:
-        ParameterError: what the schema says is wrong or not supported, or it is too large; with the place.
+        ParameterError: what the schema says is wrong or not supported, or it is too large; the path is its place.
     """
     places = {id(part): place for place, part in parts(schema) if isinstance(part, dict)}
     try:
         return _Writer(schema, name, places).rules()
     except Refused as refused:
-        place = places.get(id(refused.part))
-        raise ParameterError("structured_outputs", f"json{f' at {place}' if place else ''}: {refused}") from None
+        raise ParameterError(places.get(id(refused.part), ()), str(refused)) from None
     except RecursionError:
-        raise ParameterError("structured_outputs", "json: has references or parts that are nested too deeply") from None
+        raise ParameterError((), "has references or parts that are nested too deeply") from None
 
 
 Bound = tuple[Decimal, bool]
@@ -89,11 +89,7 @@ _LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n
 
 
 def with_json_rules(grammar: str) -> str:
-    """A Lark grammar with rules in place of the JSON schemas in it.
-
-    Raises:
-        ParameterError: as ``json_rules`` does.
-    """
+    """A Lark grammar with rules in place of the JSON schemas in it. Raises as ``json_rules`` does."""
     pieces: list[str] = []
     rules: list[str] = []
     position = 0
@@ -105,7 +101,7 @@ def with_json_rules(grammar: str) -> str:
                 schema, position = json.JSONDecoder().raw_decode(grammar, position)
                 json.dumps(schema, allow_nan=False)
             except (ValueError, RecursionError) as error:
-                raise ParameterError("structured_outputs", f"grammar: %json: {error}") from None
+                raise ParameterError((), f"%json: {error}") from None
             name = f"json{len(rules)}"
             while name in grammar:  # so that no other rule has the name
                 name += "_"
@@ -122,7 +118,7 @@ class _Cases:
         places: by identity of each part of it that is an object; references add to it.
     """
 
-    def __init__(self, root: Schema, places: dict[int, str]):
+    def __init__(self, root: Schema, places: dict[int, FieldPath]):
         self._root, self._places = root, places
         self._known: dict[int, tuple[Schema, list[Case] | None]] = {}
         """By identity, which the schema beside it keeps; None while they are being found."""
@@ -206,26 +202,28 @@ class _Cases:
                     return part
         if not pointer.startswith("#") or anchor:
             raise Refused(schema, f"$ref: {reference[:100]!r} is not in the schema; write it as #/...")
+        steps = [] if steps == [""] else [step.replace("~1", "/").replace("~0", "~") for step in steps]
         try:
-            found = root if steps in ([], [""]) else _below(root, steps)[-1]
+            below = _below(root, steps)
         except (LookupError, TypeError, ValueError):
             try:  # for many who write "$id" it is only a name
-                found, place = _below(self._root, steps)[-1], "#"
+                root, place, below = self._root, (), _below(self._root, steps)
             except (LookupError, TypeError, ValueError):
                 raise Refused(schema, f"$ref: {reference[:100]!r} points to nothing") from None
+        found = below[-1][1] if below else root
         if isinstance(found, dict) and id(found) not in self._places:
-            found_parts = parts(found, "/".join([place, *steps]))
+            found_parts = parts(found, (*place, *(step for step, _ in below)))
             self._places.update({id(part): place for place, part in found_parts if isinstance(part, dict)})
         return found
 
-    def _document(self, schema: Fact) -> tuple[Schema, str]:
+    def _document(self, schema: Fact) -> tuple[Schema, FieldPath]:
         """What references in a part begin at, and its place: the innermost part around it with an "$id"."""
-        steps = self._places.get(id(schema), "#").split("/")[1:]
-        found: tuple[Schema, str] = self._root, "#"
-        for number, part in enumerate(_below(self._root, steps), 1):
+        place = self._places.get(id(schema), ())
+        found: tuple[Schema, FieldPath] = self._root, ()
+        for number, (_, part) in enumerate(_below(self._root, place), 1):
             name = part.get("$id") if isinstance(part, dict) else None
             if isinstance(name, str) and not name.startswith("#"):
-                found = part, "/".join(["#", *steps[:number]])
+                found = part, place[:number]
         return found
 
     def _both(self, some: Sequence[Case], others: Sequence[Case], part: Schema) -> list[Case]:
@@ -322,13 +320,14 @@ class _Cases:
         return tuple(found)
 
 
-def _below(root: Schema, steps: Sequence[str]) -> list[Schema]:
-    """What is below a schema, step by step of a JSON pointer."""
-    found = [root]
+def _below(root: Schema, steps: Sequence[str | int]) -> list[tuple[str | int, Schema]]:
+    """The steps from a schema on, and where each leads. A text may stand for an index, as in a JSON pointer."""
+    found: list[tuple[str | int, Schema]] = []
     for step in steps:
-        name = step.replace("~1", "/").replace("~0", "~")
-        found.append(found[-1][int(name)] if isinstance(found[-1], list) else found[-1][name])
-    return found[1:]
+        step = int(step) if isinstance(root, list) else step
+        root = root[step]
+        found.append((step, root))
+    return found
 
 
 def key_of(view: View) -> tuple[int, ...]:
@@ -745,7 +744,7 @@ class _Writer(_Cases):
         name: of the first rule, with which the names of all begin.
     """
 
-    def __init__(self, root: Schema, name: str, places: dict[int, str]):
+    def __init__(self, root: Schema, name: str, places: dict[int, FieldPath]):
         super().__init__(root, places)
         self._name = name
 

@@ -80,12 +80,8 @@ class Prompts:
         end_processes()
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """The token ids of a prompt.
-
-        Raises:
-            ParameterError: the prompt is empty, holds ids that the model does not have, is text without a tokenizer, or
-                far too long.
-        """
+        """The token ids of a prompt. One that is empty, far too long, or holds ids that the model does not have is
+        refused."""
         ids = self.encode_text(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ParameterError("prompt", "must not be empty")
@@ -97,11 +93,7 @@ class Prompts:
         return ids
 
     def encode_text(self, text: str) -> list[int]:
-        """The token ids of a text, which may be empty or hold the mask.
-
-        Raises:
-            ParameterError: there is no tokenizer, or the text is far too long.
-        """
+        """The token ids of a text, which may be empty or hold the mask."""
         if self.tokenizer is None:
             raise ParameterError("prompt", f"{self._model_name} has no tokenizer files; give token ids")
         self._check_characters("prompt", text, self.tokenizer)
@@ -124,12 +116,7 @@ class Prompts:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The token ids of the prompt that the chat template makes of a conversation. See ``ChatTemplate.render``.
-
-        Raises:
-            ParameterError: there is no template, it refuses the messages, it knows no tools although there are some,
-                it does not read a variable, or the prompt is one that ``encode`` refuses.
-        """
+        """The token ids of the prompt that the chat template makes of a conversation. See ``ChatTemplate.render``."""
         return self.encode(self.encode_messages(messages, tools, variables))
 
     def encode_messages(
@@ -181,7 +168,7 @@ class Prompts:
             asks_for_nothing = name == "enable_thinking" and value is False
             if name not in read and not asks_for_nothing:
                 message = f"is not read by the chat template, which reads {', '.join(sorted(read)) or 'none'}"
-                raise ParameterError(f"{field}.{name[:100]}", message)
+                raise ParameterError((field, name[:100]), message)
 
     def check_thinking(self, params: Mapping[str, Any], *, is_conversation: bool) -> None:
         """Refuses a ``max_thinking_tokens`` that could limit nothing."""
@@ -196,10 +183,6 @@ class Prompts:
         - A text in ``bad_words`` stands for its tokens alone and for those after a space, which may differ.
         - A stop string that is a special token, such as "<|im_end|>", becomes one of ``stop_token_ids``: special tokens
           are no part of an answer's text, in which it would never be found.
-
-        Raises:
-            ParameterError: there are stop strings, texts in ``bad_words`` or a grammar, and no tokenizer; or the
-                grammar cannot be used.
         """
         has_banned_texts = any(isinstance(word, str) for word in params.bad_words)
         if self.tokenizer is None:

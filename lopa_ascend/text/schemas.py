@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lopa_ascend.config import ParameterError
+from lopa_ascend.config.errors import FieldPath, printed
 
 Schema = Any
 """An object, or true or false."""
@@ -21,26 +22,26 @@ MAX_VALUES = 4096
 """Most values of "enum", as of choices."""
 
 
-def parts(schema: Schema, place: str = "#") -> Iterator[tuple[str, Schema]]:
-    """A schema and all schemas in it, each with its place as a JSON pointer.
+def parts(schema: Schema, place: FieldPath = ()) -> Iterator[tuple[FieldPath, Schema]]:
+    """A schema and all schemas in it, each with its place.
 
     Raises:
-        ParameterError: it is too deep.
+        ParameterError: it is too deep; without a path.
     """
     yield place, schema
     if not isinstance(schema, dict):
         return
-    if place.count("/") > 2 * MAX_DEPTH:
-        raise ParameterError("structured_outputs", f"json: has more than {MAX_DEPTH} levels at {place[:100]}...")
+    if len(place) > 2 * MAX_DEPTH:
+        raise ParameterError((), f"has more than {MAX_DEPTH} levels at {printed(place)[:100]}...")
     for keyword, value in schema.items():
         if keyword in _NAMED and isinstance(value, dict):
             for name, part in value.items():
-                yield from parts(part, f"{place}/{keyword}/{name.replace('~', '~0').replace('/', '~1')}")
+                yield from parts(part, (*place, keyword, name))
         elif keyword in _LISTED and isinstance(value, list):
             for index, part in enumerate(value):
-                yield from parts(part, f"{place}/{keyword}/{index}")
+                yield from parts(part, (*place, keyword, index))
         elif keyword in _SINGLE:
-            yield from parts(value, f"{place}/{keyword}")
+            yield from parts(value, (*place, keyword))
 
 
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas")
@@ -76,7 +77,7 @@ def _closed(value: Any, keyword: str = "") -> Any:
     return inner if is_open else {**inner, "additionalProperties": False}
 
 
-def parts_alone(schema: Schema) -> Iterator[tuple[str, Schema]]:
+def parts_alone(schema: Schema) -> Iterator[tuple[FieldPath, Schema]]:
     """The parts of a schema with something that llguidance compiles: their places, and that alone."""
     found = ((place, _alone(part)) for place, part in parts(schema) if isinstance(part, dict))
     return ((place, alone) for place, alone in found if alone)

@@ -80,7 +80,7 @@ def refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
     try:
         yield
     except ParameterError as error:
-        parser.error(f"argument {option(error.param)}{str(error).removeprefix(error.param)}")
+        parser.error(f"argument {error.at(option(error.param))}")
     except (ValueError, OSError) as error:
         from lopa_ascend.checkpoint import CheckpointError  # imports torch, which whoever raises it has done
 

@@ -161,7 +161,7 @@ def test_the_python_api_takes_and_refuses_grammars(models: dict[str, Path]):
         assert output.finish_reason == "stop"
         assert len(output.max_probs) == len(output.token_ids)
         assert 1.0 in output.max_probs, "what is forced is certain"
-        with pytest.raises(ParameterError, match="structured_outputs: json at #/items: uniqueItems is not"):
+        with pytest.raises(ParameterError, match="structured_outputs.json.items: uniqueItems is not"):
             llm.generate("hello", llm.params(structured_outputs={"json": {"items": {"uniqueItems": True}}}), quiet=True)
 
 

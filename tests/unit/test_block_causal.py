@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, Limits, ParameterError
-from lopa_ascend.config.settings import ContextLengthError
+from lopa_ascend.config.errors import ContextLengthError
 from lopa_ascend.decode import begin
 from lopa_ascend.types import DREAM, ModelProperties, RowPlan, RowResult
 

@@ -12,6 +12,7 @@ import pytest
 
 from lopa_ascend.config import (
     ConfigError,
+    ContextLengthError,
     DecodingParams,
     EngineConfig,
     GraphSupport,
@@ -102,6 +103,19 @@ def test_wrong_values_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ParameterError, match=field) as error:
         DecodingParams(**{field: value})
     assert error.value.param == field
+
+
+def test_an_error_gets_the_place_and_the_names_of_a_request() -> None:
+    error: ParameterError = ContextLengthError("a", lambda spelt: f"9 exceeds {spelt('b')} {{5}}, {spelt('True')}")
+    assert str(error) == "a: 9 exceeds b {5}, True"
+    renamed = error.renamed({"b": "most", "True": "true"}).renamed({"most": ("size", "max"), "a": ("parts", 0)})
+    assert (renamed.path, str(renamed)) == (("parts", 0), "parts[0]: 9 exceeds size.max {5}, true")
+    below = renamed.under("messages", 3)
+    assert (type(below), below.param) == (ContextLengthError, "messages[3].parts[0]")
+    assert str(below.at("x")) == "x: 9 exceeds size.max {5}, true"
+    with pytest.raises(ParameterError) as refused:
+        DecodingParams(structured_outputs={"choice": ["a", ""]})  # type: ignore[arg-type]
+    assert refused.value.path == ("structured_outputs", "choice", 1)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-40, 1e-6, 0.0099])

@@ -44,35 +44,35 @@ def refusal(form: dict[str, Any]) -> str:
     started = time.monotonic()
     with pytest.raises(ParameterError) as wrong:
         guard().checked(grammar_of(form))
-    assert wrong.value.param == "structured_outputs"
+    assert wrong.value.path[0] == "structured_outputs"
     assert time.monotonic() - started < 10
-    return wrong.value.message
+    return str(wrong.value).removeprefix("structured_outputs.")
 
 
 @pytest.mark.parametrize("keyword", UNSUPPORTED)
 def test_unsupported_keywords_are_named_with_their_place(keyword: str):
     part = {"type": "array", keyword: {"type": "string"}}
     message = refusal({"json": {"type": "object", "properties": {"a/b": {"items": part}}}})
-    assert message.startswith("json at #/properties/a~1b/items: ")
+    assert message.startswith("json.properties.a/b.items: ")
     assert keyword in message
 
 
 @pytest.mark.parametrize(
     ("form", "part"),
     [
-        ({"json": {"enum": list(range(10_000))}}, "json at #: enum: must be up to 4096 values"),
+        ({"json": {"enum": list(range(10_000))}}, "json: enum: must be up to 4096 values"),
         ({"json": {"description": "x" * 2**20}}, "at most 131072 characters"),
         ({"json": json.dumps({"description": "x" * 2**20})}, "at most 131072 characters"),
         ({"json": "{"}, "json: is no JSON"),
-        ({"json": {"properties": {"x": {"type": "text"}}}}, "json at #/properties/x: type: must be one of null"),
-        ({"json": {"properties": {"x": {"$ref": "#/$defs/no"}}}}, "json at #/properties/x: $ref: '#/$defs/no' points"),
-        ({"json": {"$ref": "https://example.com/schema"}}, "json at #: $ref: 'https://example.com/schema' is not"),
-        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "json at #: no value keeps to it"),
-        ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "json at #: no value keeps to it"),
+        ({"json": {"properties": {"x": {"type": "text"}}}}, "json.properties.x: type: must be one of null"),
+        ({"json": {"properties": {"x": {"$ref": "#/$defs/no"}}}}, "json.properties.x: $ref: '#/$defs/no' points"),
+        ({"json": {"$ref": "https://example.com/schema"}}, "json: $ref: 'https://example.com/schema' is not"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "json: no value keeps to it"),
+        ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "json: no value keeps to it"),
         ({"json": False}, "json: no value keeps to it"),
-        ({"json": ENDLESS}, "json at #: no value keeps to it"),
-        ({"json": DEEP}, "json: has more than 100 levels at #/items/items"),
-        ({"json": {"x-guidance": {"lenient": True}, "uniqueItems": True}}, "json at #: uniqueItems is not"),
+        ({"json": ENDLESS}, "json: no value keeps to it"),
+        ({"json": DEEP}, "json: has more than 100 levels at items.items"),
+        ({"json": {"x-guidance": {"lenient": True}, "uniqueItems": True}}, "json: uniqueItems is not"),
         ({"regex": "a("}, "unclosed group"),
         ({"regex": r"(a)\1"}, "backreferences are not supported"),
         ({"regex": r"[^\s\S]"}, "regex: no text keeps to it"),

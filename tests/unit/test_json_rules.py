@@ -151,7 +151,7 @@ def test_counts_are_arithmetic():
     started = time.process_time()
     assert matcher({"type": "array", "minItems": 20_000_000}).accept(tiny_tokenizer().encode("[1,2,")) > 0
     assert accepts({"type": "array", "maxItems": 10**12, "minItems": 1}, "[1]")
-    with pytest.raises(ParameterError, match=r"json at #: minItems: must be at most 2147483647, got 1000000000000"):
+    with pytest.raises(ParameterError, match=r"json: minItems: must be at most 2147483647, got 1000000000000"):
         matcher({"type": "array", "minItems": 10**12})
     assert time.process_time() - started < 1
 
@@ -276,20 +276,20 @@ def test_what_is_taken(name: str):
     [
         (
             {"properties": {"a": {"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}}},
-            "json at #/properties/a: oneOf: its parts 0 and 1 may both take a value",
+            "json.properties.a: oneOf: its parts 0 and 1 may both take a value",
         ),
-        ({"items": {"pattern": "(?!a)b"}}, "json at #/items: .*look-around"),
-        ({"items": {"multipleOf": 3_000_017}}, "json at #/items: multipleOf: must be one number up to 100000"),
-        ({"items": {"minimum": 10**50}}, r"json at #/items: the bound 1\.?0*e\+50 has too many digits"),
-        ({"items": {"minimum": "3"}}, 'json at #/items: minimum: must be a number, got "3"'),
-        ({"items": {"items": 3}}, "json at #/items: items: must be an object or a bool, got 3"),
+        ({"items": {"pattern": "(?!a)b"}}, "json.items: .*look-around"),
+        ({"items": {"multipleOf": 3_000_017}}, "json.items: multipleOf: must be one number up to 100000"),
+        ({"items": {"minimum": 10**50}}, r"json.items: the bound 1\.?0*e\+50 has too many digits"),
+        ({"items": {"minimum": "3"}}, 'json.items: minimum: must be a number, got "3"'),
+        ({"items": {"items": 3}}, "json.items: items: must be an object or a bool, got 3"),
         (
             {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
             "itself",
         ),
         ({"$defs": {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(2500)}, "$ref": "#/$defs/a0"}, "too deeply"),
         ("[" * 100_000, "json: is no JSON"),
-        ('{"items": ' * 300 + "{}" + "}" * 300, "json: has more than 100 levels at #/items/items"),
+        ('{"items": ' * 300 + "{}" + "}" * 300, "json: has more than 100 levels at items.items"),
     ],
 )
 def test_what_is_refused_has_a_place_and_a_reason(schema: Any, message: str):

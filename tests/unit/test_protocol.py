@@ -358,6 +358,12 @@ def test_deep_nesting_is_refused(opening: bytes, closing: bytes, words: str):
         assert refused.value.code == "invalid_json"
 
 
+def test_a_name_that_is_there_twice_is_refused():
+    for raw in (b'{"prompt": "x", "n": 1, "n": 1}', b'{"prompt": "x", "metadata": {"a": {"n": 1, "n": 2}}}'):
+        with pytest.raises(ApiError, match="the body is not valid JSON: the name 'n' occurs twice in an object"):
+            parse_completion(raw)
+
+
 def test_brackets_in_texts_are_no_parts():
     text = '[{:"\\' * 50_000
     assert parse_completion(json.dumps({"prompt": text}).encode()).prompt == [text]

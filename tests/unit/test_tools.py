@@ -304,12 +304,17 @@ def tool(**function: Any) -> list[dict[str, Any]]:
 
 
 BAD_SCHEMA = {"type": "object", "properties": {"x": {"type": "integer", "minimum": "a"}}}
+PLACE = "guided_json.properties.0 1.allOf[0].properties.x"
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name", "is 'add', as is that of tools[0]"),
     ({"tools": tool(name="a b")}, "tools[2].function.name", "letters"),
     ({"tools": tool(parameters={"type": "array"})}, "tools[2].function.parameters", "'object'"),
-    ({"tools": tool(parameters={"properties": {"x": {"type": "strng"}}})}, "tools[2].function.parameters", "strng"),
-    ({"tools": tool(parameters={"properties": {"x": 5}})}, "tools[2].function.parameters", "#/properties/x"),
+    (
+        {"tools": tool(parameters={"properties": {"x": {"type": "strng"}}})},
+        "tools[2].function.parameters.properties.x.type",
+        "strng",
+    ),
+    ({"tools": tool(parameters={"anyOf": [True, 5]})}, "tools[2].function.parameters.anyOf[1]", "got 5"),
     (
         {"tools": tool(parameters=BAD_SCHEMA), "tool_choice": "required"},
         "tools[2].function.parameters.properties.x",
@@ -341,6 +346,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "response_format.json_schema.schema.properties.x",
         "minimum",
     ),
+    ({"guided_json": {"properties": {"0 1": {"allOf": [BAD_SCHEMA]}}}}, PLACE, "minimum"),
     ({"guided_regex": "("}, "guided_regex", "regex"),
     ({"guided_grammar": "start: ("}, "guided_grammar", ""),
     ({"guided_choice": []}, "guided_choice", "1 to"),

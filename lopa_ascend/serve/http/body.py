@@ -17,7 +17,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from lopa_ascend.config.files import shown
+from lopa_ascend.config.errors import ParameterError, printed
+from lopa_ascend.config.files import shown, strict_json
 from lopa_ascend.config.removed import instead_of
 from lopa_ascend.process.thread_turns import turn
 from lopa_ascend.serve.http.api_error import CLOSE, ApiError
@@ -197,10 +198,7 @@ def _bad(message: str, param: str | None = None, code: str = "invalid_value") ->
 
 def _decoded(raw: bytes) -> dict[str, Any]:
     try:
-        text = raw.decode("utf-8")
-        values = json.loads(
-            text, parse_constant=_refuse_constant, parse_float=_finite_number, object_pairs_hook=_object_of_unique_names
-        )
+        values = strict_json(raw, parse_constant=_refuse_constant, parse_float=_finite_number)
     except RecursionError:
         raise _bad("the body is nested too deeply", code="invalid_json") from None
     except ValueError as error:  # malformed UTF-8 or JSON, or a number with more digits than Python reads
@@ -222,13 +220,6 @@ def _finite_number(text: str) -> float:
         raise ValueError("a number is too large")
     # JSON does not distinguish 5.0 from 5. No field takes larger integers, whose hundreds of digits take long to write.
     return int(value) if value.is_integer() and abs(value) < 2**63 else value
-
-
-def _object_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("an object names a field twice")
-    return values
 
 
 def _check_strings(value: object, param: str | None, depth: int = 0) -> None:
@@ -278,7 +269,10 @@ def _explain(error: ErrorDetails, model: type[Body]) -> ApiError:
     path = [part for place, part in enumerate(location) if place in fields or not _is_type_name(part)]
     if error["type"] == "unsupported":
         path.append(error["ctx"]["name"])
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    ours = error.get("ctx", {}).get("error")  # what a validator of ours has raised
+    if isinstance(ours, ParameterError):
+        path += ours.path
+    param = printed(tuple(path))
     if error["type"] == "unsupported":
         return _bad(f"{param} {error['ctx']['message']}", param, code="unsupported_parameter")
     if error["type"] == "extra_forbidden":
@@ -288,9 +282,10 @@ def _explain(error: ErrorDetails, model: type[Body]) -> ApiError:
         return _bad(f"{param} is missing", param, code="missing_parameter")
     if error["type"] == "model_type":
         return _bad(f"{param} must be an object, got {shown(error['input'])}", param)
-    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    got = "" if ", got " in message else f", got {shown(error['input'])}"  # our own kinds say it themselves
-    return _bad(f"{param}: {message}{got}", param)
+    if ours is not None:
+        return _bad(f"{param}: {ours.message if isinstance(ours, ParameterError) else ours}", param)
+    message = error["msg"].replace("Input should be", "must be")  # pydantic's own text
+    return _bad(f"{param}: {message}, got {shown(error['input'])}", param)
 
 
 def _hint(name: str, model: type[Body]) -> str:

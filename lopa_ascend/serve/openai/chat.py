@@ -70,7 +70,7 @@ class TextPart(Body):
 
 def _check_content(content: object) -> object:
     if not isinstance(content, str) and not (isinstance(content, list) and content):
-        raise ValueError("must be a string or a list of text parts")
+        raise ValueError(f"must be a string or a list of text parts, got {shown(content)}")
     return content
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 
 from lopa_ascend.config import ParameterError
+from lopa_ascend.config.files import shown
 from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.answer import (
@@ -47,7 +48,8 @@ def _prompts(value: object) -> list[str | list[int]]:
             raise ValueError(f"must be at most {MAX_CHOICES} prompts, got {len(value)}")
         if all(isinstance(item, str) for item in value) or all(_is_token_ids(item) for item in value):
             return value
-    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
+    choices = "a string, a list of strings, a list of token ids, or a list of such lists"
+    raise ValueError(f"must be {choices}, got {shown(value)}")
 
 
 def prompt_schema(max_prompts: int) -> Json:
@@ -108,8 +110,8 @@ class CompletionRequest(GenerationRequest):
             raise ParameterError("echo", "needs a tokenizer, and the model has no tokenizer files")
         if self.echo and self.suffix:
             raise ParameterError("echo", "cannot be combined with suffix: put both around the text yourself")
-        prompts = [planner.encode(prompt) for prompt in self.prompt]
-        rest: list[Piece] = [Gap(), planner.encode_field(self.suffix, "suffix")] if self.suffix else []
+        prompts = [planner.encode(prompt, "prompt") for prompt in self.prompt]
+        rest: list[Piece] = [Gap(), planner.encode(self.suffix, "suffix")] if self.suffix else []
         with_logprobs = self.logprobs is not None
         form = asked_form(self, response_form(self.response_format), NO_TOOLS)
         return planner.choices(

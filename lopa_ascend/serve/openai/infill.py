@@ -53,11 +53,11 @@ class InfillRequest(GenerationRequest):
     def plan(self, planner: Planner) -> list[AskedChoice]:
         if planner.prompts.tokenizer is None:
             raise ParameterError("parts", "needs a tokenizer, and the model has no tokenizer files")
-        prompt, rest = pieces_of(_parts(self), planner.encode_field)
+        prompt, rest = pieces_of(_parts(self), planner.encode)
         return planner.choices(
             self,
             [prompt],
-            "parts[0]",
+            ("parts", 0),
             form=asked_form(self, None, NO_TOOLS),
             top_logprobs=self.logprobs,
             with_logprobs=self.logprobs is not None,
@@ -76,7 +76,7 @@ def _parts(request: InfillRequest) -> list[str | Gap]:
         try:
             parts.append(part if isinstance(part, str) else Gap(part.tokens, part.max_tokens))
         except ParameterError as error:
-            raise error.renamed({error.param: f"parts[{index}].{error.param}"}) from None
+            raise error.under("parts", index) from None
     return parts
 
 

@@ -19,6 +19,7 @@ from lopa_ascend.config import (
     fitting_defaults,
 )
 from lopa_ascend.config.combinations import IN_JSON
+from lopa_ascend.config.errors import FieldPath
 from lopa_ascend.config.files import shown
 from lopa_ascend.config.kinds import INT64_MIN, MAX_TOKEN_IDS
 from lopa_ascend.serve.http.body import Body
@@ -26,7 +27,7 @@ from lopa_ascend.serve.http.encoding import Json, Writer
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.decoding_fields import with_decoding_parameters
 from lopa_ascend.serve.openai.fields import HARMLESS, INSTEAD, REQUEST, STREAM_OPTIONS, ignoring
-from lopa_ascend.serve.openai.structured import Form, asked_form, calling_form, placed
+from lopa_ascend.serve.openai.structured import AskedForm, asked_form, calling_form, placed
 from lopa_ascend.serve.openai.tools import Tools, check_kinds
 from lopa_ascend.text.gaps import Gap, Piece, gapped_text
 from lopa_ascend.text.prompt import Prompts
@@ -157,7 +158,7 @@ class Planner:
         field: str,
         *,
         tools: Tools,
-        response_format: Form | None,
+        response_format: AskedForm | None,
         variables: Json | None = None,
         effort: str | None = None,
         with_logprobs: bool = False,
@@ -167,9 +168,6 @@ class Planner:
         Args:
             variables: those that the request gives to the chat template.
             effort: how much the model is to think: a hint, for templates that read it.
-
-        Raises:
-            ParameterError: also if no choice can be forced or left out as ``tools`` says.
         """
         form = asked_form(request, response_format, tools)
         shown = tools.as_template_input()
@@ -193,10 +191,10 @@ class Planner:
         read = frozenset[str]() if tokenizer is None else tokenizer.template_variables
         return {name: value for name, value in hints.items() if name in read}
 
-    def _check_schemas(self, tools: Tools, answer: Form | None) -> None:
+    def _check_schemas(self, tools: Tools, answer: AskedForm | None) -> None:
         """Refuses functions, and an answer in their place, by the field of the schema, of which the grammar of both
         knows nothing."""
-        schemas = dict(tools.callable().values())
+        schemas: dict[FieldPath, Any] = dict(tools.callable().values())
         if answer is not None and answer.kind == "json":
             schemas[answer.field] = answer.value
         for field, schema in schemas.items():
@@ -209,9 +207,9 @@ class Planner:
         self,
         request: GenerationRequest,
         prompts: list[list[int]],
-        prompt_field: str,
+        prompt_field: str | FieldPath,
         *,
-        form: Form | None,
+        form: AskedForm | None,
         top_logprobs: int | None = None,
         with_logprobs: bool = False,
         rest: Sequence[Piece] = (),
@@ -236,27 +234,41 @@ class Planner:
             asked["top_logprobs"], sent_as["top_logprobs"] = top_logprobs, "logprobs"
         if form is not None:
             asked["structured_outputs"], sent_as["structured_outputs"] = form.parameter, form.field
-        choices, fitting = list[AskedChoice](), dict[int, tuple[DecodingParams, GappedText | None]]()
-        given = [len(piece) for piece in rest if isinstance(piece, list)]
         try:
             _check_sizes(asked, len(prompts) * (request.n or 1))
             self.prompts.check_thinking(asked, is_conversation=request.is_conversation)
-            for prompt in prompts:
-                if len(prompt) not in fitting:
-                    thinking = self.prompts.thinking(prompt) if request.is_conversation else None
-                    fitting[len(prompt)] = self._fit(asked, len(prompt), rest, rest_field, thinking)
-                params, gapped = fitting[len(prompt)]
-                for index in range(request.n or 1):
-                    own, num_gaps = _with_own_seed(params, index), len(rest) - len(given)
-                    choices.append(AskedChoice(prompt, own, gapped=gapped, num_given=sum(given), num_gaps=num_gaps))
+            choices = self._answers(request, asked, prompts, rest, rest_field)
             if with_logprobs:
                 _check_logprobs(choices)
                 if form is not None and form.kind == "choice":
                     choices += [self.scored(prompt, form.value, form.field) for prompt in prompts]
         except ParameterError as error:
-            if error.param == "structured_outputs" and form is not None:
+            if error.path[0] == "structured_outputs" and form is not None:
                 raise placed(error, form.field) from None
             raise error.renamed({"prompt": prompt_field, **sent_as, **IN_JSON}) from None
+        return choices
+
+    def _answers(
+        self,
+        request: GenerationRequest,
+        asked: Mapping[str, Any],
+        prompts: list[list[int]],
+        rest: Sequence[Piece],
+        rest_field: str,
+    ) -> list[AskedChoice]:
+        """The choices that are answers, ``n`` for each prompt. Prompts of one length share their parameters."""
+        fitting = dict[int, tuple[DecodingParams, GappedText | None]]()
+        given = [len(piece) for piece in rest if isinstance(piece, list)]
+        num_given, num_gaps = sum(given), len(rest) - len(given)
+        choices = []
+        for prompt in prompts:
+            if len(prompt) not in fitting:
+                thinking = self.prompts.thinking(prompt) if request.is_conversation else None
+                fitting[len(prompt)] = self._fit(asked, len(prompt), rest, rest_field, thinking)
+            params, gapped = fitting[len(prompt)]
+            for index in range(request.n or 1):
+                own = _with_own_seed(params, index)
+                choices.append(AskedChoice(prompt, own, gapped=gapped, num_given=num_given, num_gaps=num_gaps))
         return choices
 
     def _fit(
@@ -287,15 +299,9 @@ class Planner:
             raise error.renamed(dict.fromkeys(("gaps", "max_new_tokens"), rest_field)) from None
         return params, gapped
 
-    def scored(self, prompt: list[int], texts: Sequence[str], field: str) -> AskedChoice:
-        """What asks how probable texts, which came in the field ``field``, are after a prompt.
-
-        Raises:
-            ParameterError: a text has no tokens, or they do not fit into one pass.
-        """
-        continuations = []
-        for index, text in enumerate(texts):
-            continuations.append(tuple(self.encode_field(text, f"{field}[{index}]")))
+    def scored(self, prompt: list[int], texts: Sequence[str], field: FieldPath) -> AskedChoice:
+        """What asks how probable texts, which came in the field ``field``, are after a prompt."""
+        continuations = [tuple(self.encode(text, (*field, index))) for index, text in enumerate(texts)]
         if (total := sum(map(len, continuations))) > MAX_SCORED:
             raise ParameterError(field, f"has {total} tokens; at most {MAX_SCORED} can be scored at once")
         longest = max(map(len, continuations))
@@ -321,36 +327,27 @@ class Planner:
             defaults["min_new_tokens"] = max(0, min(defaults["min_new_tokens"], longest))
         return DecodingParams.of(**{**defaults, **asked})
 
-    def encode_field(self, text: str | Sequence[int], field: str) -> list[int]:
-        """As ``encode``, for what came in ``field``."""
+    def encode(self, prompt: str | Sequence[int], field: str | FieldPath) -> list[int]:
+        """The token ids of what came in a field, which is refused at once if it is too long: there may be a thousand
+        prompts."""
+        longest = self.limits.max_model_len
         try:
-            return self.encode(text if isinstance(text, str) else list(text))
+            ids = self.prompts.encode(prompt) if isinstance(prompt, str) or len(prompt) < longest else list(prompt)
         except ParameterError as error:
-            raise error.renamed({"prompt": field}) from None
-
-    def encode(self, prompt: str | list[int]) -> list[int]:
-        """The token ids of a prompt, which is refused at once if it is too long: there may be a thousand of them."""
-        ids = prompt
-        if isinstance(prompt, str) or len(prompt) < self.limits.max_model_len:
-            ids = self.prompts.encode(prompt)
-        if len(ids) >= self.limits.max_model_len:
-            message = f"has {len(ids)} tokens; {context_length(self.limits.max_model_len)}"
-            raise ContextLengthError("prompt", message)
-        assert isinstance(ids, list)
+            raise error.at(field) from None
+        if len(ids) >= longest:
+            raise ContextLengthError(field, f"has {len(ids)} tokens; {context_length(longest)}")
         return ids
 
 
-def asked_parameters(request: GenerationRequest) -> tuple[dict[str, Any], dict[str, str]]:
+def asked_parameters(request: GenerationRequest) -> tuple[dict[str, Any], dict[str, str | FieldPath]]:
     """The decoding parameters that a request sets itself, under their own names or by aliases.
 
     Returns:
         The values by name, None for what the request switches off; by name, the field in which each was sent.
-
-    Raises:
-        ParameterError: the request sets a parameter to two different values.
     """
     values: dict[str, Any] = {}
-    sent_as: dict[str, str] = {}
+    sent_as: dict[str, str | FieldPath] = {}
     for name, parameter in DecodingParams.all_parameters().items():
         for field in (name, *parameter.aliases):
             value = getattr(request, field, None)  # not every route has a field for every parameter
@@ -373,9 +370,6 @@ def _check_sizes(asked: Mapping[str, Any], num_choices: int) -> None:
     Args:
         asked: the parameters that the request sets, with each token id once.
         num_choices: of the request.
-
-    Raises:
-        ParameterError: there are too many token ids.
     """
     counts = {name: len(asked.get(name) or ()) for name in ID_PARAMETERS}
     counts["bad_words"] = _num_ids(asked.get("bad_words") or ())

@@ -129,7 +129,7 @@ def _check_item(item: object) -> object:
 
 def _check_input(value: object) -> object:
     if not isinstance(value, str) and not (isinstance(value, list) and value):
-        raise ValueError("must be a string or a list of items")
+        raise ValueError(f"must be a string or a list of items, got {shown(value)}")
     return value
 
 
@@ -176,7 +176,7 @@ def _check_metadata(metadata: dict[str, str] | None) -> dict[str, str] | None:
     pairs = (metadata or {}).items()
     if len(pairs) > MAX_PAIRS or any(len(name) > MAX_NAME or len(value) > MAX_VALUE for name, value in pairs):
         sizes = f"names of at most {MAX_NAME} and values of at most {MAX_VALUE} characters"
-        raise ValueError(f"must have at most {MAX_PAIRS} pairs, {sizes}")
+        raise ValueError(f"must have at most {MAX_PAIRS} pairs, {sizes}, got {shown(metadata)}")
     return metadata
 
 

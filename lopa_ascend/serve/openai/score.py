@@ -51,15 +51,15 @@ class ScoreRequest(AnsweredRequest):
             raise ParameterError("text_1", problem)
         if self.messages is not None:
             messages = [message.as_template_input() for message in self.messages]
-            return [planner.scored(planner.prompts.encode_chat(messages), self.texts, "text_2")]
+            return [planner.scored(planner.prompts.encode_chat(messages), self.texts, ("text_2",))]
         if not isinstance(self.text_1, list):
             assert self.text_1 is not None
-            return [planner.scored(planner.encode_field(self.text_1, "text_1"), self.texts, "text_2")]
+            return [planner.scored(planner.encode(self.text_1, "text_1"), self.texts, ("text_2",))]
         if len(self.text_1) != len(self.texts):
             raise ParameterError("text_2", f"has {len(self.texts)} texts, and text_1 {len(self.text_1)}")
-        prompts = [planner.encode_field(text, f"text_1[{index}]") for index, text in enumerate(self.text_1)]
+        prompts = [planner.encode(text, ("text_1", index)) for index, text in enumerate(self.text_1)]
         pairs = zip(prompts, self.texts, strict=True)
-        return [planner.scored(prompt, [text], f"text_2[{index}]") for index, (prompt, text) in enumerate(pairs)]
+        return [planner.scored(prompt, [text], ("text_2", index)) for index, (prompt, text) in enumerate(pairs)]
 
     def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> ScoreWriter:
         return ScoreWriter(model, self.texts, choices)

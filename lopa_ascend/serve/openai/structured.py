@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from lopa_ascend.config import ParameterError
+from lopa_ascend.config.errors import FieldPath, printed
 from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body
 from lopa_ascend.serve.openai.tools import Tools
 from lopa_ascend.text.schemas import closed
@@ -45,10 +45,10 @@ class TextFormat(Body):
 
 
 @dataclass(frozen=True)
-class Form:
+class AskedForm:
     """One field that asks for a form."""
 
-    field: str
+    field: FieldPath
     kind: str
     """One of those of structured_outputs."""
     value: Any
@@ -60,26 +60,25 @@ class Form:
         return {self.kind: self.value}
 
 
-def asked_form(request: Body, format_: Form | None, tools: Tools) -> Form | None:
+def asked_form(request: Body, format_: AskedForm | None, tools: Tools) -> AskedForm | None:
     """The form that a request asks for, besides that of calls.
 
     Args:
         request: has the fields of ``GUIDED`` and structured_outputs.
         format_: what its response format asks for.
         tools: which it may call.
-
-    Raises:
-        ParameterError: it asks for several, or for one that does not go with its tools.
     """
     forms = [] if format_ is None else [format_]
     given: Mapping[str, Any] | None = getattr(request, "structured_outputs", None)
     if given is not None:
-        forms += [Form(f"structured_outputs.{kind}", kind, value) for kind, value in given.items() if value is not None]
+        forms += [
+            AskedForm(("structured_outputs", kind), kind, value) for kind, value in given.items() if value is not None
+        ]
     for field, kind in GUIDED.items():
         if (value := getattr(request, field)) is not None:
-            forms.append(Form(field, kind, value))
+            forms.append(AskedForm((field,), kind, value))
     if len(forms) > 1:
-        raise ParameterError(forms[1].field, f"cannot be combined with {forms[0].field}: send one of them")
+        raise ParameterError(forms[1].field, f"cannot be combined with {printed(forms[0].field)}: send one of them")
     if not forms:
         return None
     (form,) = forms
@@ -97,21 +96,12 @@ def texts_of(request: Body, *, with_logprobs: bool) -> Sequence[str]:
     return given or () if with_logprobs else ()
 
 
-_PLACE = re.compile(r"(?:json|json_object|regex|choice|grammar)(\[\d+\])?(?: at #(\S*))?: ")
+def placed(error: ParameterError, field: FieldPath) -> ParameterError:
+    """A refusal of the parameter structured_outputs, of which the field holds what stands under the kind."""
+    return error.at((*field, *error.path[2:]))
 
 
-def placed(error: ParameterError, field: str) -> ParameterError:
-    """A refusal of the parameter structured_outputs, with the place in the request in front: the field, and in it the
-    path that the message has as a JSON pointer."""
-    found = _PLACE.match(error.message)
-    if found is None:
-        return error.renamed({error.param: field})
-    names = [name.replace("~1", "/").replace("~0", "~") for name in (found[2] or "").split("/") if name]
-    path = "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in names)
-    return type(error)(f"{field}{found[1] or ''}{path}", error.message[found.end() :])
-
-
-def calling_form(tools: Tools, answer: Form | None) -> Form:
+def calling_form(tools: Tools, answer: AskedForm | None) -> AskedForm:
     """Calls, or if these are not forced JSON in their place.
 
     Args:
@@ -123,32 +113,27 @@ def calling_form(tools: Tools, answer: Form | None) -> Form:
         schema = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(schema, dict):
             raise ParameterError(answer.field, "must be an object beside tools")
-    return Form("tools" if answer is None or tools.is_forced else answer.field, "grammar", tools.grammar(schema))
+    field = ("tools",) if answer is None or tools.is_forced else answer.field
+    return AskedForm(field, "grammar", tools.grammar(schema))
 
 
-def response_form(asked: ResponseFormat | None) -> Form | None:
-    """What ``response_format`` asks for.
-
-    Raises:
-        ParameterError: a schema is missing, or there although the type is another.
-    """
+def response_form(asked: ResponseFormat | None) -> AskedForm | None:
+    """What ``response_format`` asks for."""
     if asked is None:
         return None
-    if (asked.type == "json_schema") != (asked.json_schema is not None):
-        problem = "is missing" if asked.json_schema is None else f"does not go with the type {asked.type!r}"
-        raise ParameterError("response_format.json_schema", problem)
-    if asked.json_schema is not None:
-        return Form("response_format.json_schema.schema", "json", closed(asked.json_schema.schema_))
-    return Form("response_format", "json_object", True) if asked.type == "json_object" else None
+    schema = None if asked.json_schema is None else asked.json_schema.schema_
+    return _json_form(asked.type, schema, ("response_format", "json_schema"), "schema")
 
 
-def text_form(asked: TextFormat | None) -> Form | None:
-    """What ``text.format`` asks for. Raises as ``response_form`` does."""
-    if asked is None:
-        return None
-    if (asked.type == "json_schema") != (asked.schema_ is not None):
-        problem = "is missing" if asked.schema_ is None else f"does not go with the type {asked.type!r}"
-        raise ParameterError("text.format.schema", problem)
-    if asked.schema_ is not None:
-        return Form("text.format.schema", "json", closed(asked.schema_))
-    return Form("text.format", "json_object", True) if asked.type == "json_object" else None
+def text_form(asked: TextFormat | None) -> AskedForm | None:
+    """What ``text.format`` asks for."""
+    return None if asked is None else _json_form(asked.type, asked.schema_, ("text", "format", "schema"))
+
+
+def _json_form(type_: str, schema: dict[str, Any] | None, field: FieldPath, *below: str) -> AskedForm | None:
+    """What a response format of a type asks for, whose schema is in ``field`` or there under a name."""
+    if (type_ == "json_schema") != (schema is not None):
+        raise ParameterError(field, "is missing" if schema is None else f"does not go with the type {type_!r}")
+    if schema is not None:
+        return AskedForm((*field, *below), "json", closed(schema))
+    return AskedForm(field[:-1], "json_object", True) if type_ == "json_object" else None

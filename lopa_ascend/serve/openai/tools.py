@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from lopa_ascend.config import ParameterError
+from lopa_ascend.config.errors import FieldPath
 from lopa_ascend.config.files import shown
 from lopa_ascend.serve.http.body import Body, unsupported
 from lopa_ascend.serve.http.encoding import Json
@@ -40,7 +41,7 @@ CHOICES = ("none", "auto", "required")
 
 def _check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
-        raise ValueError("must be 1 to 64 letters, digits, '_' or '-'")
+        raise ValueError(f"must be 1 to 64 letters, digits, '_' or '-', got {shown(name)}")
     return name
 
 
@@ -56,11 +57,11 @@ def _check_parameters(schema: dict[str, Any] | None) -> dict[str, Any] | None:
         raise ValueError(f"must be a JSON Schema with the type 'object', got the type {shown(schema['type'])}")
     for place, part in parts(schema):
         if not isinstance(part, dict | bool):
-            raise ValueError(f"{place} must be a JSON Schema, got {shown(part)}")
+            raise ParameterError(place, f"must be a JSON Schema, got {shown(part)}")
         kind = part.get("type", "object") if isinstance(part, dict) else "object"
         for name in kind if isinstance(kind, list) else [kind]:
             if name not in TYPES:
-                raise ValueError(f"{place}/type must be one of {', '.join(TYPES)}, got {shown(name)}")
+                raise ParameterError((*place, "type"), f"must be one of {', '.join(TYPES)}, got {shown(name)}")
     return schema
 
 
@@ -135,23 +136,9 @@ class ChatToolChoice(Body):
     type: Literal["function"]
     function: NamedFunction
 
-    @property
-    def names(self) -> dict[str, str]:
-        """By field the functions that it names; so with the other choices."""
-        return {"function.name": self.function.name}
-
 
 class ResponseToolChoice(NamedFunction):
     type: Literal["function"]
-
-    @property
-    def names(self) -> dict[str, str]:
-        return {"name": self.name}
-
-
-def _names_in(tools: Sequence[ChatToolChoice] | Sequence[ResponseToolChoice]) -> dict[str, str]:
-    items = enumerate(tool.names.items() for tool in tools)
-    return {f"tools[{index}].{field}": name for index, names in items for field, name in names}
 
 
 class ChatAllowed(Body):
@@ -169,10 +156,6 @@ class ChatAllowedTools(Body):
     def mode(self) -> str:
         return self.allowed_tools.mode
 
-    @property
-    def names(self) -> dict[str, str]:
-        return {f"allowed_tools.{field}": name for field, name in _names_in(self.allowed_tools.tools).items()}
-
 
 class ResponseAllowedTools(Body):
     """As ``ChatAllowedTools``."""
@@ -181,14 +164,10 @@ class ResponseAllowedTools(Body):
     mode: Literal["auto", "required"]
     tools: Annotated[list[ResponseToolChoice], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
-    @property
-    def names(self) -> dict[str, str]:
-        return _names_in(self.tools)
-
 
 def _check_choice(choice: Any) -> Any:
     if isinstance(choice, str) and choice not in CHOICES:
-        raise ValueError(f"must be {' or '.join(map(repr, CHOICES))} or name a function")
+        raise ValueError(f"must be {' or '.join(map(repr, CHOICES))} or name a function, got {shown(choice)}")
     return choice
 
 
@@ -234,8 +213,8 @@ class Tools:
     parallel: bool = True
     named: bool = False
     """``choice`` is a name."""
-    place: str = ""
-    """Where a function stands in an item of ``tools``: "function." or "" for the item itself."""
+    place: FieldPath = ()
+    """Where a function stands in an item of ``tools``; () for the item itself."""
 
     @property
     def is_forced(self) -> bool:
@@ -251,10 +230,10 @@ class Tools:
             for function in given
         ]
 
-    def callable(self) -> dict[str, tuple[str, Json]]:
+    def callable(self) -> dict[str, tuple[FieldPath, Json]]:
         """By name of each function that may be called: the field that has its parameters, and their JSON Schema."""
         return {
-            function.name: (f"tools[{index}].{self.place}parameters", _arguments(function.parameters))
+            function.name: (("tools", index, *self.place, "parameters"), _arguments(function.parameters))
             for index, function in self.functions.items()
             if not self.named or function.name == self.choice
         }
@@ -278,47 +257,58 @@ def _arguments(schema: Json | None) -> Json:
     return arguments
 
 
-AnyChoice = str | ChatToolChoice | ResponseToolChoice | ChatAllowedTools | ResponseAllowedTools | None
+NamingChoice = ChatToolChoice | ResponseToolChoice | ChatAllowedTools | ResponseAllowedTools
+AnyChoice = str | NamingChoice | None
 
 
 def chat_tools(tools: Sequence[ChatTool | OtherTool] | None, choice: AnyChoice, *, parallel: bool | None) -> Tools:
-    """The functions of a chat completion, which may be called.
-
-    Raises:
-        ParameterError: a name occurs twice, or ``tool_choice`` does not fit the functions.
-    """
+    """The functions of a chat completion, which may be called."""
     functions = {index: tool.function for index, tool in enumerate(tools or ()) if isinstance(tool, ChatTool)}
-    return _tools_of(functions, "function.", choice, parallel=parallel is not False)
+    return _tools_of(functions, ("function",), choice, parallel=parallel is not False)
 
 
 def response_tools(
     tools: Sequence[ResponseTool | OtherTool] | None, choice: AnyChoice, *, parallel: bool | None
 ) -> Tools:
-    """The functions of a response. Raises as ``chat_tools`` does."""
+    """The functions of a response."""
     functions = {index: tool for index, tool in enumerate(tools or ()) if isinstance(tool, ResponseTool)}
-    return _tools_of(functions, "", choice, parallel=parallel is not False)
+    return _tools_of(functions, (), choice, parallel=parallel is not False)
 
 
-def _tools_of(functions: Mapping[int, Function], place: str, choice: AnyChoice, *, parallel: bool) -> Tools:
+def _tools_of(functions: Mapping[int, Function], place: FieldPath, choice: AnyChoice, *, parallel: bool) -> Tools:
     known: dict[str, int] = {}
     for index, function in functions.items():
         if (first := known.setdefault(function.name, index)) != index:
-            raise ParameterError(f"tools[{index}].{place}name", f"is {function.name!r}, as is that of tools[{first}]")
+            message = f"is {function.name!r}, as is that of tools[{first}]"
+            raise ParameterError(("tools", index, *place, "name"), message)
     if choice is None or isinstance(choice, str):
         mode = choice or "auto"
     else:
-        for field_, name in choice.names.items():
+        names = _names_in(choice)
+        for field_, name in names.items():
             if name not in known:
                 message = f"is {shown(name)}; tools has {', '.join(map(repr, known)) or 'no function'}"
-                raise ParameterError(f"tool_choice.{field_}", message)
+                raise ParameterError(("tool_choice", *field_), message)
         if isinstance(choice, ChatToolChoice | ResponseToolChoice):
-            (name,) = choice.names.values()
+            (name,) = names.values()
             return Tools(functions, name, named=True, place=place)
-        names, mode = set(choice.names.values()), choice.mode
-        functions = {index: function for index, function in functions.items() if function.name in names}
+        mode = choice.mode
+        functions = {index: function for index, function in functions.items() if function.name in names.values()}
     if mode == "required" and not functions:
         raise ParameterError("tool_choice", "'required' needs tools")
     return NO_TOOLS if mode == "none" else Tools(functions, mode, parallel, place=place)
+
+
+def _names_in(choice: NamingChoice | ChatAllowed) -> dict[FieldPath, str]:
+    """By field in a choice the functions that it names."""
+    if isinstance(choice, ChatToolChoice):
+        return {("function", "name"): choice.function.name}
+    if isinstance(choice, ResponseToolChoice):
+        return {("name",): choice.name}
+    if isinstance(choice, ChatAllowedTools):
+        return {("allowed_tools", *field): name for field, name in _names_in(choice.allowed_tools).items()}
+    items = enumerate(_names_in(tool).items() for tool in choice.tools)
+    return {("tools", index, *field): name for index, names in items for field, name in names}
 
 
 # ---- calls in a conversation -----------------------------------------------------------------------------------------
