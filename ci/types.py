@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -103,7 +102,7 @@ class Trace:
                 self.made.add(type(value))
                 fields = value.__struct_fields__ if isinstance(value, msgspec.Struct) else type(value).model_fields
                 self._find(getattr(value, name) for name in fields)
-            elif type(value) in (list, tuple):
+            elif isinstance(value, list | tuple):
                 self._find(value)
 
     @property
@@ -128,7 +127,7 @@ def types_of(kind: str) -> list[str]:
             _trace_library(trace, kind)
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
     return trace.names
 
 

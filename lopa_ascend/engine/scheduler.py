@@ -16,13 +16,11 @@ from lopa_ascend.config import Limits
 from lopa_ascend.core import Request, Sequence, Step
 from lopa_ascend.engine.turns import MAX_PREFILL_TOKENS, Turns
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, worst_case
-from lopa_ascend.kv.prefix_cache import BlockPrefixCache, PrefixCache, PrefixEntry, PrefixKey
+from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry, PrefixKey
 from lopa_ascend.types import PageCopy, StepRecord
 
 Begin = Callable[[Request, PageTables, PrefixEntry | None], Sequence]
-"""``begin(request, page_tables, entry)`` makes the sequence of an admitted request, with its first ``plan``. ``entry``
-says what of the prompt is cached, if any of it is: then the pages already hold the keys and values of these
-positions."""
+"""See ``Starter.begin``."""
 
 
 class Scheduler:
@@ -175,7 +173,7 @@ class Scheduler:
         if record is not None and _commits(record, sequence.request.origin):
             self._remember(sequence)
         if sequence.plan is None:
-            if sequence.error is None and isinstance(self.prefix_cache, BlockPrefixCache):
+            if sequence.error is None and self.prefix_cache is not None:
                 self.prefix_cache.keep(_committed_key(sequence), sequence.page_tables.by_slot[0])
             self.remove(sequence.request_id)
         else:
@@ -210,6 +208,6 @@ def prefix_key(request: Request) -> PrefixKey:
 
 
 def _committed_key(sequence: Sequence) -> PrefixKey:
-    """What the keys and values of all committed positions depend on, in a block-causal model."""
+    """What the keys and values of all committed positions depend on."""
     tokens = *sequence.request.prompt, *sequence.strategy.anchor.tokens
     return prefix_key(sequence.request)._replace(tokens=tokens[: sequence.num_committed])

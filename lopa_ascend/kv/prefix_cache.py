@@ -110,6 +110,13 @@ class PrefixCache:
         for page in pages:
             self._allocator.give_to_cache(page)
 
+    def keep(self, key: PrefixKey, table: Sequence[int]) -> None:
+        """Adds the positions of a sequence that ends, if others can share them: here they cannot.
+
+        Args:
+            table: page ids of the sequence.
+        """
+
     def drop_oldest(self) -> bool:
         """Drops the least recently used entry; False if there is none."""
         if not self._entries:
@@ -162,11 +169,7 @@ class BlockPrefixCache(PrefixCache):
         insort(self._sorted, key)
 
     def keep(self, key: PrefixKey, table: Sequence[int]) -> None:
-        """Adds the positions of a sequence that ends, unless they are cached already. They stay in their pages.
-
-        Args:
-            table: page ids of the sequence.
-        """
+        """As there, unless they are cached already. They stay in their pages."""
         if key.tokens and key not in self:
             self.insert(key, [self._allocator.share(page) for page in table[: pages_for(len(key.tokens))]], None)
 

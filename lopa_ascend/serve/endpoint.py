@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from lopa_ascend import core
 from lopa_ascend.config.files import shown
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.access import log_line, request_id
@@ -20,7 +21,7 @@ from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import Intake, read_body
 from lopa_ascend.serve.http.encoding import STREAM_HEADERS, Writer, pieces
 from lopa_ascend.serve.link.client import EngineClient
-from lopa_ascend.serve.link.generation import AskedChoice, Generation
+from lopa_ascend.serve.link.generation import Generation
 from lopa_ascend.serve.metrics import Metrics, Timeline
 from lopa_ascend.serve.openai.request import AnsweredRequest, Planner
 from lopa_ascend.types import GenerationOutput, Progress, Update
@@ -93,7 +94,7 @@ class Endpoint:
 
     def _plan(
         self, route: type[AnsweredRequest], raw: bytes
-    ) -> tuple[AnsweredRequest, ServedModel, list[AskedChoice], Writer]:
+    ) -> tuple[AnsweredRequest, ServedModel, list[core.Request], Writer]:
         """The request in a body, its model, its choices, and what writes its answer. Raises as ``answer`` does."""
         asked = read_body(route, raw)
         served = self.find(asked.model)
@@ -209,7 +210,7 @@ class StreamedAnswer(GeneratedAnswer):
         try:
             async for index, update, progress in self._updates():
                 make = partial(_frames_of, writer, index, update, progress)
-                is_large = len(update.token_ids) >= LARGE_UPDATE
+                is_large = len(update.tokens) >= LARGE_UPDATE
                 for frame in await asyncio.to_thread(make) if is_large else make():
                     yield frame
             for event in writer.closing():

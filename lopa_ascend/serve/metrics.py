@@ -71,7 +71,7 @@ class ChoiceTimeline:
             self.begun, self.prefilled = max(self.arrived, now - step_seconds), now
         self.num_forwards, self.cached_tokens = update.num_forwards, update.cached_tokens
         self.canvas_positions, self.seed = update.canvas_positions, update.seed
-        visible = len(progress.token_ids)
+        visible = len(progress.tokens)
         if visible > self.num_text_tokens:
             if self.first_token is None:
                 self.first_token = now
@@ -193,7 +193,7 @@ class Metrics:
     def observe_step(self, message: Stepped) -> None:
         """Counts what a message from the engine reports."""
         labels, stats = self._labels(message.engine), message.stats
-        tokens = sum(len(update.token_ids) for update in message.updates)
+        tokens = sum(len(update.tokens) for update in message.updates)
         if stats.num_steps != self._steps_seen.get(message.engine, 0):  # else a heartbeat, or more of the same step
             self._steps_seen[message.engine] = stats.num_steps
             self._forward.labels(*labels).observe(stats.step_seconds)

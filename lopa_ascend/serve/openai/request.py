@@ -21,9 +21,9 @@ from lopa_ascend.config import (
 from lopa_ascend.config.combinations import IN_JSON
 from lopa_ascend.config.files import shown
 from lopa_ascend.config.kinds import INT64_MIN, MAX_TOKEN_IDS
+from lopa_ascend.core import Request
 from lopa_ascend.serve.http.body import Body
 from lopa_ascend.serve.http.encoding import Json, Writer
-from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.decoding_fields import with_decoding_parameters
 from lopa_ascend.serve.openai.fields import HARMLESS, INSTEAD, REQUEST, STREAM_OPTIONS, ignoring
 from lopa_ascend.serve.openai.structured import Form, asked_form, calling_form, placed
@@ -79,7 +79,7 @@ class AnsweredRequest(Body):
         return self.always_streams
 
     @abstractmethod
-    def plan(self, planner: Planner) -> list[AskedChoice]:
+    def plan(self, planner: Planner) -> list[Request]:
         """The choices that the request asks for, ``n`` for each prompt.
 
         Raises:
@@ -87,7 +87,7 @@ class AnsweredRequest(Body):
         """
 
     @abstractmethod
-    def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> Writer:
+    def writer(self, planner: Planner, model: str, choices: list[Request]) -> Writer:
         """Writes the answer. ``model`` is the name of the served model."""
 
 
@@ -161,7 +161,7 @@ class Planner:
         variables: Json | None = None,
         effort: str | None = None,
         with_logprobs: bool = False,
-    ) -> list[AskedChoice]:
+    ) -> list[Request]:
         """The choices for a conversation, which came in the field ``field``.
 
         Args:
@@ -216,7 +216,7 @@ class Planner:
         with_logprobs: bool = False,
         rest: Sequence[Piece] = (),
         rest_field: str = "",
-    ) -> list[AskedChoice]:
+    ) -> list[Request]:
         """The choices for several prompts.
 
         Args:
@@ -236,23 +236,22 @@ class Planner:
             asked["top_logprobs"], sent_as["top_logprobs"] = top_logprobs, "logprobs"
         if form is not None:
             asked["structured_outputs"], sent_as["structured_outputs"] = form.parameter, form.field
-        choices, fitting = list[AskedChoice](), dict[int, tuple[DecodingParams, GappedText | None]]()
-        given = [len(piece) for piece in rest if isinstance(piece, list)]
+        choices, fitting = list[Request](), dict[int, tuple[DecodingParams, GappedText | None]]()
         try:
             _check_sizes(asked, len(prompts) * (request.n or 1))
             self.prompts.check_thinking(asked, is_conversation=request.is_conversation)
-            for prompt in prompts:
+            texts = [tuple(prompt) for prompt in prompts]  # one object in all choices of a prompt
+            for prompt in texts:
                 if len(prompt) not in fitting:
                     thinking = self.prompts.thinking(prompt) if request.is_conversation else None
                     fitting[len(prompt)] = self._fit(asked, len(prompt), rest, rest_field, thinking)
                 params, gapped = fitting[len(prompt)]
                 for index in range(request.n or 1):
-                    own, num_gaps = _with_own_seed(params, index), len(rest) - len(given)
-                    choices.append(AskedChoice(prompt, own, gapped=gapped, num_given=sum(given), num_gaps=num_gaps))
+                    choices.append(Request("", prompt, _with_own_seed(params, index), gapped=gapped))
             if with_logprobs:
                 _check_logprobs(choices)
                 if form is not None and form.kind == "choice":
-                    choices += [self.scored(prompt, form.value, form.field) for prompt in prompts]
+                    choices += [self.scored(prompt, form.value, form.field) for prompt in texts]
         except ParameterError as error:
             if error.param == "structured_outputs" and form is not None:
                 raise placed(error, form.field) from None
@@ -287,7 +286,7 @@ class Planner:
             raise error.renamed(dict.fromkeys(("gaps", "max_new_tokens"), rest_field)) from None
         return params, gapped
 
-    def scored(self, prompt: list[int], texts: Sequence[str], field: str) -> AskedChoice:
+    def scored(self, prompt: Sequence[int], texts: Sequence[str], field: str) -> Request:
         """What asks how probable texts, which came in the field ``field``, are after a prompt.
 
         Raises:
@@ -305,7 +304,7 @@ class Planner:
             self.limits.check_continuations(len(prompt), params, continuations)
         except ParameterError as error:
             raise error.renamed(dict.fromkeys(("continuations", "max_new_tokens"), field)) from None
-        return AskedChoice(prompt, params, tuple(continuations))
+        return Request("", tuple(prompt), params, continuations=tuple(continuations))
 
     def _params(self, asked: Mapping[str, Any], prompt_tokens: int, num_gaps: int = 1) -> DecodingParams:
         """The request's own parameters, and the defaults for all others unless a default contradicts the request.
@@ -395,7 +394,7 @@ def _num_ids(words: Sequence[str | Sequence[int]]) -> int:
     return total
 
 
-def _check_logprobs(choices: Sequence[AskedChoice]) -> None:
+def _check_logprobs(choices: Sequence[Request]) -> None:
     """Raises ParameterError if the choices of a request can have too many log probabilities together."""
     total = sum(choice.params.max_new_tokens * (1 + choice.params.top_logprobs) for choice in choices)
     if total > MAX_LOGPROBS:
