@@ -13,7 +13,7 @@ from lopa_ascend.decode.constraint import Constraint, Matcher
 from lopa_ascend.decode.masked import begin_masked
 from lopa_ascend.decode.thinking import ThinkingMatcher
 from lopa_ascend.kv.pages import PageTables
-from lopa_ascend.kv.prefix_cache import PrefixEntry
+from lopa_ascend.kv.prefix_cache import Prefix
 from lopa_ascend.runner.runner import Runner
 from lopa_ascend.text.grammars import CompiledGrammar, Grammars
 from lopa_ascend.text.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ class Starter:
         self._runner, self._model, self._num_token_ids = runner, model, num_token_ids
         self.compiler = None if tokenizer is None else Grammars(tokenizer)
 
-    def begin(self, request: Request, page_tables: PageTables, entry: PrefixEntry | None) -> Sequence:
+    def begin(self, request: Request, page_tables: PageTables, entry: Prefix | None) -> Sequence:
         """Makes the sequence of an admitted request, with its first ``plan``.
 
         Args:
@@ -45,7 +45,7 @@ class Starter:
         """
         params, mask = request.params, self._model.mask_token_id
         eos = params.eos_ids_or(self._model.eos_token_ids)
-        words, num_cached = banned_ids(params), 0 if entry is None else entry.num_positions
+        words, num_cached = banned_ids(params), 0 if entry is None else len(entry.tokens)
         assert len(words) == len(params.bad_words), "the engine knows no text"
         constraint = self._constraint(request, eos)
         make = begin_masked if request.continuations else partial(begin, constraint=constraint, gapped=request.gapped)

@@ -22,7 +22,7 @@ from lopa_ascend.serve.http.body import Intake, read_body
 from lopa_ascend.serve.http.encoding import STREAM_HEADERS, Writer, pieces
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.generation import Generation
-from lopa_ascend.serve.metrics import Metrics, Timeline
+from lopa_ascend.serve.metrics import Metrics, Timeline, summary
 from lopa_ascend.serve.openai.request import AnsweredRequest, Planner
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
@@ -116,7 +116,7 @@ class GeneratedAnswer(Response, ABC):
         super().__init__()
         del self.headers["content-length"]
         self._served, self._generation, self._writer = served, generation, writer
-        self._timeline = Timeline([choice.prompt_tokens for choice in generation.choices], arrived)
+        self._times = [Timeline(choice.prompt_tokens, arrived) for choice in generation.choices]
         self._reason_if_unfinished = "abort"
         """Finish reason of choices that never finish."""
 
@@ -127,8 +127,8 @@ class GeneratedAnswer(Response, ABC):
         finally:
             watcher.cancel()
             self._served.client.release(self._generation)
-            self._served.metrics.observe_end(self._timeline, self._reason_if_unfinished, self._generation.engines)
-            numbers = self._timeline.summary(time.monotonic(), self._reason_if_unfinished)
+            self._served.metrics.observe_end(self._times, self._reason_if_unfinished, self._generation.engines)
+            numbers = summary(self._times, time.monotonic(), self._reason_if_unfinished)
             log_line(event="finished", id=self._generation.request_id, request_id=request_id(scope), **numbers)
 
     async def _fail_at_disconnect(self, receive: Receive) -> None:
@@ -148,7 +148,7 @@ class GeneratedAnswer(Response, ABC):
         try:
             async for index, update, progress in self._generation.updates():
                 now, seconds = time.monotonic(), self._served.client.stats.step_seconds
-                self._timeline.choices[index].advance(now, seconds, update, progress)
+                self._times[index].advance(now, seconds, update, progress)
                 yield index, update, progress
         except ApiError as error:
             if error.code in ("engine_error", "engine_dead"):

@@ -24,7 +24,7 @@ from lopa_ascend.serve.http.access import Access, allow_origins, hosts_of
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import THREADS, Intake
 from lopa_ascend.serve.link.generation import MAX_UNREAD, Generation
-from lopa_ascend.serve.metrics import Timeline
+from lopa_ascend.serve.metrics import Timeline, summary
 from lopa_ascend.serve.server import bind, listen
 from lopa_ascend.turns import aside
 from lopa_ascend.types import GenerationOutput, Progress, TokenRun, Update
@@ -279,24 +279,24 @@ def step(number: int, tokens: int, output: GenerationOutput | None = None) -> tu
 
 
 def test_times_of_a_request():
-    timeline = Timeline([5, 5], arrived=10.0)
-    first = timeline.choices[0]
+    choices = [Timeline(5, arrived=10.0), Timeline(5, arrived=10.0)]
+    first = choices[0]
     output = GenerationOutput((1,), TokenRun((7,) * 4), "", "length", None, 3, 40, 150)
     for now, (update, progress) in ((12.0, step(1, 0)), (13.0, step(2, 3)), (15.0, step(3, 4, output))):
         first.advance(now, 0.5, update, progress)
     assert (first.begun, first.prefilled, first.first_token, first.ended) == (11.5, 12.0, 13.0, 15.0)
     assert (first.gaps, first.num_forwards, first.canvas_positions) == ([2.0], 3, 147)
-    summary = timeline.summary(16.0, "error")
-    assert (summary["ttft_s"], summary["latency_s"], summary["finish_reason"]) == (3.0, 6.0, "error,length")
-    assert (summary["prompt_tokens"], summary["completion_tokens"], summary["tpf"]) == (10, 4, 1.333)
-    assert Timeline([5], 0.0).summary(1.0, "abort")["finish_reason"] == "abort"
+    numbers = summary(choices, 16.0, "error")
+    assert (numbers["ttft_s"], numbers["latency_s"], numbers["finish_reason"]) == (3.0, 6.0, "error,length")
+    assert (numbers["prompt_tokens"], numbers["completion_tokens"], numbers["tpf"]) == (10, 4, 1.333)
+    assert summary([Timeline(5, 0.0)], 1.0, "abort")["finish_reason"] == "abort"
 
 
 def test_a_request_that_is_aborted_while_it_waits_has_not_begun():
-    timeline = Timeline([5], arrived=10.0)
-    timeline.choices[0].advance(12.0, 0.5, *step(0, 0, GenerationOutput((1,), TokenRun(), "", "abort", None, 0, 0, 0)))
-    assert (timeline.choices[0].begun, timeline.choices[0].prefilled) == (None, None)
-    assert timeline.summary(12.0, "abort")["finish_reason"] == "abort"
+    choices = [Timeline(5, arrived=10.0)]
+    choices[0].advance(12.0, 0.5, *step(0, 0, GenerationOutput((1,), TokenRun(), "", "abort", None, 0, 0, 0)))
+    assert (choices[0].begun, choices[0].prefilled) == (None, None)
+    assert summary(choices, 12.0, "abort")["finish_reason"] == "abort"
 
 
 @pytest.mark.parametrize("trace", [False, True])

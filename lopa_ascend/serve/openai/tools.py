@@ -318,7 +318,7 @@ def _tools_of(functions: Mapping[int, Function], place: str, choice: AnyChoice, 
         functions = {index: function for index, function in functions.items() if function.name in names}
     if mode == "required" and not functions:
         raise ParameterError("tool_choice", "'required' needs tools")
-    return NO_TOOLS if mode == "none" else Tools(functions, mode, parallel, place=place)
+    return Tools(functions, mode, parallel, place=place) if functions and mode != "none" else NO_TOOLS
 
 
 # ---- calls in a conversation -----------------------------------------------------------------------------------------
