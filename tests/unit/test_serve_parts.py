@@ -15,6 +15,7 @@ from starlette.responses import PlainTextResponse
 
 from lopa_ascend import core
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.process.thread_turns import aside
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.endpoint import Frames
@@ -26,7 +27,6 @@ from lopa_ascend.serve.http.body import THREADS, Intake
 from lopa_ascend.serve.link.generation import MAX_UNREAD, Generation
 from lopa_ascend.serve.metrics import Timeline, summary
 from lopa_ascend.serve.server import bind, listen
-from lopa_ascend.turns import aside
 from lopa_ascend.types import GenerationOutput, Progress, TokenRun, Update
 
 JSON_TYPE = (b"content-type", b"application/json")
