@@ -30,7 +30,7 @@ class TokenRun:
         return TokenRun(self.ids[part], self.probs[part], self.alternatives[part])
 
     def __add__(self, other: TokenRun) -> TokenRun:
-        return TokenRun.joined((self, other))
+        return TokenRun(self.ids + other.ids, self.probs + other.probs, self.alternatives + other.alternatives)
 
     @classmethod
     def joined(cls, runs: Sequence[TokenRun]) -> TokenRun:
