@@ -44,6 +44,7 @@ from lopa_ascend.types import (
     GraphStats,
     Progress,
     StepRecord,
+    TokenRun,
     Traffic,
     Update,
 )
@@ -167,7 +168,7 @@ def _report_a_step(client: EngineClient) -> None:
     """A message such as an engine with graphs and several ranks sends, so that every metric has a sample."""
     graphs = GraphStats(1, 0, 0, 1, 1, 0, 0, {"temperature": 1})
     client.stats = EngineStats(1, 0, 1, 0, 100, 1, traffic=(Traffic("scores", 1, 8),), graphs=graphs)
-    update = Update("r-0", (7,), (0.5,), 1, 1, 9, 1, 0)
+    update = Update("r-0", TokenRun((7,), (0.5,)), 1, 1, 9, 1, 0)
     for observer in client.observers:
         observer(Stepped([update], client.stats))
 

@@ -8,35 +8,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, worst_case
-from lopa_ascend.text.grammars import CompiledGrammar
 from lopa_ascend.types import DREAM, GappedText, ModelProperties, PageCopy, Scoring, SequencePlan, StepRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A prompt and how to decode it."""
+class Request(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """A prompt and how to decode it. It travels whole: to the engine, and from there to the other ranks."""
 
     request_id: str
+    """Any text that no unfinished request has as its id; empty until an engine is asked."""
     prompt: tuple[int, ...]
     """Token ids."""
     params: DecodingParams
     trace: bool = False
     """Updates carry a record of each forward pass."""
-    properties: ModelProperties = DREAM
-    """The model's."""
     continuations: tuple[tuple[int, ...], ...] = ()
-    """See ``Generate``."""
+    """If there are any, nothing is generated: how probable is each of them after the prompt? ``max_new_tokens`` is the
+    length of the longest."""
     gapped: GappedText | None = None
-    """See ``Generate``."""
-    grammar: CompiledGrammar | None = None
-    """That of ``params.structured_outputs``."""
+    """The canvas, which ``max_new_tokens`` is the length of; None: masks alone."""
+    properties: ModelProperties = DREAM
+    """The model's, which the engine sets."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that are given: the prompt, and those of a text with gaps."""
+        return len(self.prompt) + (0 if self.gapped is None else self.gapped.num_given)
 
     @property
     def origin(self) -> int:

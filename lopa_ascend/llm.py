@@ -27,6 +27,7 @@ from lopa_ascend.config import (
 )
 from lopa_ascend.config.errors import FieldPath
 from lopa_ascend.config.settings import refuse_unknown
+from lopa_ascend.core import Request
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.ranks import start_engine
 from lopa_ascend.families import recommended_decoding
@@ -196,9 +197,8 @@ class LLM:
                 while not self._updates[request_id]:
                     with self._lock, deferred_interrupts():
                         self._step()
-                progress = _push(output, self._updates[request_id].popleft())
-                finished = progress.output is not None
-                yield progress
+                finished = _push(output, self._updates[request_id].popleft()) is not None
+                yield output.progress
         finally:
             if request_id is not None:
                 with self._lock, deferred_interrupts():
@@ -210,10 +210,14 @@ class LLM:
         """Hands a request to the engine; ``_end`` must follow."""
         self.prompts.check_thinking(vars(params), is_conversation=is_conversation)
         params = self.prompts.for_engine(params, self.prompts.thinking(prompt) if is_conversation else None)
-        request_id, output = f"request-{next(self._ids)}", OutputStream(prompt, params, self.tokenizer)
-        self.engine.add(request_id, prompt, params, trace=trace)
-        self._updates[request_id] = deque()
-        return request_id, output
+        request = Request(f"request-{next(self._ids)}", tuple(prompt), params, trace)
+        return self._add(request), OutputStream(prompt, params, self.tokenizer)
+
+    def _add(self, request: Request) -> str:
+        """Hands a request to the engine, and returns its id; ``_end`` must follow."""
+        self.engine.add(request)
+        self._updates[request.request_id] = deque()
+        return request.request_id
 
     def _end(self, request_id: str) -> None:
         del self._updates[request_id]
@@ -314,9 +318,9 @@ class LLM:
         token_ids, texts = self.tokenize(prompt), tuple(tuple(self.tokenize(text)) for text in continuations)
         params = (params or self.params()).for_continuations(max(map(len, texts)))
         with self._lock, deferred_interrupts():
-            request_id = f"request-{next(self._ids)}"
-            self.engine.add(request_id, token_ids, params, continuations=texts)
-            updates = self._updates[request_id] = deque()
+            request = Request(f"request-{next(self._ids)}", tuple(token_ids), params, continuations=texts)
+            request_id = self._add(request)
+            updates = self._updates[request_id]
             try:
                 while not updates:
                     self._step()
@@ -350,16 +354,14 @@ class LLM:
         asked = params or self.params()
         gapped = gapped_text(pieces, asked.max_new_tokens, self.config.mask_token_id)
         params = self.prompts.for_engine(asked).with_valid(max_new_tokens=len(gapped.tokens))
-        num_gaps = sum(isinstance(piece, Gap) for piece in pieces)
-        stream = GapsStream(prompt, params, self.tokenizer, num_gaps, gapped.flexible)
+        stream = GapsStream(prompt, params, self.tokenizer, gapped)
         with self._lock, deferred_interrupts():
-            request_id = f"request-{next(self._ids)}"
+            request = Request(f"request-{next(self._ids)}", tuple(prompt), params, gapped=gapped)
             try:
-                self.engine.add(request_id, prompt, params, gapped=gapped)
+                request_id = self._add(request)
             except ParameterError as error:
                 raise error.renamed(dict.fromkeys(("gaps", "max_new_tokens", "prompt"), "parts")) from None
             unfinished: dict[int, tuple[str, OutputStream]] = {0: (request_id, stream)}
-            self._updates[request_id] = deque()
             outputs = dict[int, GenerationOutput]()
             try:
                 while unfinished:
@@ -436,7 +438,7 @@ class LLM:
             updates = self._updates[request_id]
             output = None
             while updates and output is None:
-                output = _push(stream, updates.popleft()).output
+                output = _push(stream, updates.popleft())
             if output is not None:
                 outputs[index] = output
                 del unfinished[index]
@@ -444,8 +446,8 @@ class LLM:
         return outputs
 
 
-def _push(output: OutputStream, update: Update) -> Progress:
-    """The progress of a request after an update.
+def _push(output: OutputStream, update: Update) -> GenerationOutput | None:
+    """The output of a request, if an update is its last one.
 
     Raises:
         GenerationError: the engine could not go on with the request.

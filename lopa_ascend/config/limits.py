@@ -135,7 +135,7 @@ class Limits:
                 raise ParameterError("continuations", f"token id {token} is the mask, or does not exist")
 
     def check_gaps(self, params: DecodingParams, text: GappedText) -> None:
-        """Refuses a text with gaps that a decoding cannot fill; see ``Generate``. ``check`` looks at its length.
+        """Refuses a text with gaps that a decoding cannot fill; see ``core.Request``. ``check`` looks at its length.
 
         Raises:
             ParameterError: ``param`` is "gaps".

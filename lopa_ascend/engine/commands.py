@@ -1,27 +1,10 @@
-"""Requests to a running engine, in the form in which they travel between processes."""
+"""What a running engine can be asked, in the form in which it travels between processes."""
 
 from __future__ import annotations
 
 import msgspec
 
-from lopa_ascend.config import DecodingParams
-from lopa_ascend.types import GappedText
-
-
-class Generate(msgspec.Struct, tag=True, frozen=True):
-    """Begin a request, which has been checked against the engine's limits."""
-
-    request_id: str
-    """Any text that no running request has as its id."""
-    prompt_token_ids: list[int]
-    params: DecodingParams
-    trace: bool = False
-    """Whether each of the request's updates carries a record of its step."""
-    continuations: tuple[tuple[int, ...], ...] = ()
-    """If there are any, nothing is generated: how probable is each of them after the prompt? ``max_new_tokens`` is the
-    length of the longest."""
-    gapped: GappedText | None = None
-    """The canvas, which ``max_new_tokens`` is the length of; None: masks alone."""
+from lopa_ascend.core import Request
 
 
 class Admit(msgspec.Struct, tag=True, frozen=True):
@@ -62,5 +45,5 @@ class ProfileError(ValueError):
     """A profile cannot begin, or there is none to end."""
 
 
-Command = Generate | Admit | Abort | StartProfile | StopProfile
+Command = Request | Admit | Abort | StartProfile | StopProfile
 """Everything that a running engine can be asked."""

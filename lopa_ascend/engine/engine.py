@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Sequence as List
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import msgspec
 import torch
@@ -20,37 +19,29 @@ from torch import Tensor
 
 from lopa_ascend.backend import find_device
 from lopa_ascend.backend.memory import is_out_of_memory
-from lopa_ascend.config import DecodingParams, EngineConfig, ModelConfig, ParameterError
-from lopa_ascend.config.decoding import banned_ids
+from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.config.kinds import format_size
 from lopa_ascend.core import Request, Result, Sequence, Step
-from lopa_ascend.decode import begin
-from lopa_ascend.decode.bad_words import BadWords
-from lopa_ascend.decode.constraint import Constraint, Matcher
-from lopa_ascend.decode.masked import begin_masked
-from lopa_ascend.decode.thinking import ThinkingMatcher
-from lopa_ascend.engine.commands import Abort, Admit, Generate, StartProfile, StopProfile
+from lopa_ascend.engine.commands import Abort, Admit, StartProfile, StopProfile
 from lopa_ascend.engine.leader import Leader, Order, end_processes
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
 from lopa_ascend.engine.profile import Profiles, RankTraces
 from lopa_ascend.engine.scheduler import Scheduler
+from lopa_ascend.engine.starter import Starter
 from lopa_ascend.graph.setup import build_executor
-from lopa_ascend.kv.pages import PageTables
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.kv.prefix_cache import BlockPrefixCache, PrefixCache, PrefixEntry
+from lopa_ascend.kv.prefix_cache import BlockPrefixCache, PrefixCache
 from lopa_ascend.model.base import Model, settle
 from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.runner.runner import Runner
-from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.types import (
     Alternatives,
     EngineStats,
-    GappedText,
     RankReport,
-    Scoring,
     StepRecord,
+    TokenRun,
     Update,
     winner_rank,
 )
@@ -108,13 +99,12 @@ class Engine:
         self._profiles = Profiles(config, self.mesh, self.runner)
         cache = BlockPrefixCache if model.properties.is_block_causal else PrefixCache
         prefix_cache = cache(pool.allocator) if config.enable_prefix_caching else None
-        # Not a method: the scheduler must not refer to the engine, so that an engine that is not used any more frees
-        # its pages at once.
-        self._grammars = None if prepared.tokenizer is None else Grammars(prepared.tokenizer)
         self._compiling: dict[str, Request] = {}
         """By request id: those whose grammars are being compiled, in the order of their arrival."""
-        start = partial(start_sequence, self.runner, self.model_config, prepared.num_token_ids)
-        self.scheduler = Scheduler(self.limits, pool.allocator, start, prefix_cache)
+        self._starter = Starter(self.runner, self.model_config, prepared.tokenizer, prepared.num_token_ids)
+        # Not a method of the engine: the scheduler must not refer to it, so that an engine that is not used any more
+        # frees its pages at once.
+        self.scheduler = Scheduler(self.limits, pool.allocator, self._starter.begin, prefix_cache)
         self._step_seconds = 0.0
         self._failure: str | None = None
         """Why this rank cannot go on."""
@@ -205,67 +195,41 @@ class Engine:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def add(
-        self,
-        request_id: str,
-        prompt: List[int],
-        params: DecodingParams,
-        *,
-        trace: bool = False,
-        continuations: List[List[int]] = (),
-        gapped: GappedText | None = None,
-    ) -> None:
+    def add(self, request: Request) -> None:
         """Queues a request.
-
-        Args:
-            request_id: any text that no unfinished request has as its id.
-            prompt: token ids.
-            params: how the request is decoded.
-            trace: whether the request's updates carry a record of each forward pass.
-            continuations, gapped: see ``Generate``.
 
         Raises:
             ParameterError: the request could never run.
             ValueError: the id is in use.
             RuntimeError: the engine has ended.
         """
+        name, length, params = request.request_id, len(request.prompt), request.params
         with self._call():
-            self._add(request_id, prompt, params, trace, tuple(map(tuple, continuations)), gapped)
-
-    def _add(
-        self,
-        request_id: str,
-        prompt: List[int],
-        params: DecodingParams,
-        trace: bool,
-        continuations: tuple[tuple[int, ...], ...],
-        gapped: GappedText | None,
-    ) -> None:
-        self._check()
-        if any(request_id in known for known in (self.scheduler.running, self.scheduler.waiting, self._compiling)):
-            raise ValueError(f"request id {request_id!r} is in use")
-        self.limits.check(len(prompt), params)
-        if continuations:
-            self.limits.check_continuations(len(prompt), params, continuations)
-        if gapped is not None:
-            self.limits.check_gaps(params, gapped)
-        grammar = None
-        if params.structured_outputs is not None:
-            if self._grammars is None:
-                raise ParameterError("structured_outputs", f"needs a tokenizer, and {self.model_name} has none")
-            grammar = self._grammars.compile(params.structured_outputs)
-        if self.runner.graphs is not None:
-            params = self.runner.graphs.with_fixed_branches(params, params.eos_ids_or(self.model_config.eos_token_ids))
-        if params.is_random and params.seed is None:
-            params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
-        properties = self.runner.model.properties
-        request = Request(request_id, tuple(prompt), params, trace, properties, continuations, gapped, grammar)
-        if grammar is None:
-            self.scheduler.add(request)
-        else:
-            self._compiling[request_id] = request
-        if self._leader is not None:
-            self._leader.outbox.append(Generate(request_id, list(prompt), params, trace, continuations, gapped))
+            self._check()
+            if any(name in known for known in (self.scheduler.running, self.scheduler.waiting, self._compiling)):
+                raise ValueError(f"request id {name!r} is in use")
+            self.limits.check(length, params)
+            if request.continuations:
+                self.limits.check_continuations(length, params, request.continuations)
+            if request.gapped is not None:
+                self.limits.check_gaps(params, request.gapped)
+            if params.structured_outputs is not None:
+                if (compiler := self._starter.compiler) is None:
+                    raise ParameterError("structured_outputs", f"needs a tokenizer, and {self.model_name} has none")
+                self._starter.grammars[name] = compiler.compile(params.structured_outputs)
+            if self.runner.graphs is not None:
+                eos = params.eos_ids_or(self.model_config.eos_token_ids)
+                params = self.runner.graphs.with_fixed_branches(params, eos)
+            if params.is_random and params.seed is None:
+                params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
+            properties = self.runner.model.properties
+            request = msgspec.structs.replace(request, params=params, properties=properties)
+            if params.structured_outputs is None:
+                self.scheduler.add(request)
+            else:
+                self._compiling[name] = request
+            if self._leader is not None:
+                self._leader.outbox.append(request)
 
     def admit(self, request_id: str) -> None:
         """Lets a request run whose grammar was being compiled."""
@@ -279,6 +243,7 @@ class Engine:
             sequence = self.scheduler.running.get(request_id)
             if sequence is not None:
                 self.runner.release(sequence)
+            self._starter.grammars.pop(request_id, None)
             found = self._compiling.pop(request_id, None) is not None or self.scheduler.remove(request_id)
             if found and self._leader is not None:
                 self._leader.outbox.append(Abort(request_id))
@@ -316,16 +281,16 @@ class Engine:
         if self.follows:
             return ended
         is_idle = not (self.scheduler.running or self.scheduler.waiting)
-        for request_id, request in list(self._compiling.items()):
-            assert request.grammar is not None
+        for request_id in list(self._compiling):
+            grammar = self._starter.grammars[request_id]
             if self.mesh.size > 1 and self._leader is None:
-                request.grammar.wait()  # so that the ranks, which make the same calls, admit it in the same step
+                grammar.wait()  # so that the ranks, which make the same calls, admit it in the same step
             elif is_idle:
-                request.grammar.wait(COMPILE_WAIT)
+                grammar.wait(COMPILE_WAIT)
                 is_idle = False
-            if not request.grammar.is_done:
+            if not grammar.is_done:
                 continue
-            if (error := request.grammar.error) is None:
+            if (error := grammar.error) is None:
                 self.admit(request_id)
             else:
                 self.abort(request_id)
@@ -382,7 +347,7 @@ class Engine:
         return self.mesh.failure or self._failure or self._leader.failure
 
     def _call(self) -> AbstractContextManager[object]:
-        """Encloses what the other ranks must not be sent a sign of life in."""
+        """Suspends heartbeats during the call."""
         return nullcontext() if self._leader is None else self._leader.lock
 
     def _check(self) -> None:
@@ -504,8 +469,11 @@ class Engine:
             finish_reason = "length" if stop_token_id is None else "stop"
         return Update(
             request_id=sequence.request_id,
-            token_ids=tuple([answer.tokens[place] for place in new]),
-            max_probs=tuple([answer.probs[place] for place in new]),
+            tokens=TokenRun(
+                tuple([answer.tokens[place] for place in new]),
+                tuple([answer.probs[place] for place in new]),
+                _alternatives(sequence, new),
+            ),
             num_forwards=strategy.num_forwards,
             num_positions=strategy.num_opened,
             model_tokens=sequence.model_tokens,
@@ -516,7 +484,6 @@ class Engine:
             error=sequence.error,
             seed=params.seed if params.is_random else None,
             record=record if sequence.request.trace else None,
-            alternatives=_alternatives(sequence, new),
             canvas_positions=sequence.canvas_positions,
             continuation_logprobs=sequence.continuation_logprobs,
             gap_ends=strategy.gap_ends,
@@ -538,72 +505,6 @@ def _decisions(sequence: Sequence, record: StepRecord | None) -> object:
     # Not the probabilities: between machines of different kinds their last bits may differ without effect.
     fills = [(fill.position, fill.token) for fill in (*record.fills, *record.edits)]
     return record.winner, record.span, record.committed, fills
-
-
-# ---- sequences -------------------------------------------------------------------------------------------------------
-
-
-def start_sequence(
-    runner: Runner,
-    model: ModelConfig,
-    num_token_ids: int,
-    request: Request,
-    page_tables: PageTables,
-    entry: PrefixEntry | None,
-) -> Sequence:
-    """Makes the sequence of an admitted request; see ``scheduler.Begin``.
-
-    Args:
-        num_token_ids: token ids from this one on do not exist in the tokenizer.
-    """
-    eos = request.params.eos_ids_or(model.eos_token_ids)
-    num_cached = 0 if entry is None else entry.num_positions
-    words, properties = banned_ids(request.params), request.properties
-    assert len(words) == len(request.params.bad_words), "the engine knows no text"
-    constraint = None
-    if request.grammar is not None:
-        assert request.params.structured_outputs is not None
-        ends = [token for token in (*eos, *request.params.stop_token_ids) if token < num_token_ids]
-        matcher: Matcher = request.grammar.matcher(ends)
-        if (thinking := request.params.structured_outputs.thinking) is not None:
-            matcher = ThinkingMatcher(matcher, thinking, num_token_ids)
-        constraint = Constraint(matcher, ends)
-    start = (request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached, properties)
-    strategy = begin_masked(*start) if request.continuations else begin(*start, constraint, request.gapped)
-    sequence = Sequence(
-        request=request,
-        strategy=strategy,
-        scoring=_scoring(request, model.mask_token_id, num_token_ids, eos),
-        page_tables=page_tables,
-        bad_words=BadWords(words, model.mask_token_id) if words else None,
-        num_cached=num_cached,
-        last_hidden=None if entry is None else entry.last_hidden,
-    )
-    runner.start(sequence)
-    return sequence
-
-
-def _scoring(request: Request, mask: int, num_token_ids: int, eos: tuple[int, ...]) -> Scoring:
-    """How the logits of a request are scored. Fields without effect keep their defaults, so that more requests are
-    scored together."""
-    params = request.params
-    bans_eos = params.min_new_tokens > 0
-    seed = 0
-    if params.temperature:
-        assert params.seed is not None, "the engine draws a seed where a request has none"
-        seed = params.seed
-    return Scoring(
-        confidence=params.ranking,
-        mask=mask,
-        num_token_ids=num_token_ids,
-        eos=(*eos, *params.stop_token_ids) if bans_eos else (),
-        min_position=len(request.prompt) + params.min_new_tokens if bans_eos else 0,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=seed,
-    )
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.engine.commands import Abort, Admit, Command, Generate, StartProfile, StopProfile
+from lopa_ascend.core import Request
+from lopa_ascend.engine.commands import Abort, Admit, Command, StartProfile, StopProfile
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.engine.leader import Order, end_processes, receive_message
 from lopa_ascend.parallel.collectives import RankError
@@ -44,15 +45,8 @@ def follow(engine: Engine) -> None:
 
 def _obey(engine: Engine, command: Command) -> None:
     match command:
-        case Generate():
-            engine.add(
-                command.request_id,
-                command.prompt_token_ids,
-                command.params,
-                trace=command.trace,
-                continuations=command.continuations,
-                gapped=command.gapped,
-            )
+        case Request():
+            engine.add(command)
         case Admit():
             engine.admit(command.request_id)
         case Abort():

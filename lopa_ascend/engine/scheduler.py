@@ -11,18 +11,17 @@ cannot hold all running requests, the requests that have waited longest go first
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from lopa_ascend.config import Limits
 from lopa_ascend.core import Request, Sequence, Step
 from lopa_ascend.engine.turns import MAX_PREFILL_TOKENS, Turns
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, worst_case
-from lopa_ascend.kv.prefix_cache import BlockPrefixCache, PrefixCache, PrefixEntry, PrefixKey
+from lopa_ascend.kv.prefix_cache import Prefix, PrefixCache
 from lopa_ascend.types import PageCopy, StepRecord
 
-Begin = Callable[[Request, PageTables, PrefixEntry | None], Sequence]
-"""``begin(request, page_tables, entry)`` makes the sequence of an admitted request, with its first ``plan``. ``entry``
-says what of the prompt is cached, if any of it is: then the pages already hold the keys and values of these
-positions."""
+Begin = Callable[[Request, PageTables, Prefix | None], Sequence]
+"""See ``Starter.begin``."""
 
 
 class Scheduler:
@@ -81,14 +80,14 @@ class Scheduler:
             self.running[request.request_id] = self._start(request, entry)
             del self.waiting[request.request_id]
 
-    def _find_cached(self, request: Request) -> PrefixEntry | None:
+    def _find_cached(self, request: Request) -> Prefix | None:
         """What the prefix cache has of the request's prompt."""
         if self.prefix_cache is None or not request.params.is_pipelined:
             return None
         key = prefix_key(request)
-        return self.prefix_cache.get(key._replace(tokens=key.tokens[: request.num_reusable]))
+        return self.prefix_cache.get(replace(key, tokens=key.tokens[: request.num_reusable]))
 
-    def _fits(self, request: Request, entry: PrefixEntry | None) -> bool:
+    def _fits(self, request: Request, entry: Prefix | None) -> bool:
         """Whether the request, on the pages of a cached beginning if there is one, and all running ones can get every
         page that they may need."""
         needed = worst_case(request.limit, self.limits.num_slots(request.params), request.num_shared_positions)
@@ -100,7 +99,7 @@ class Scheduler:
             available -= sum(map(self.allocator.is_evictable, entry.pages))
         return needed <= available
 
-    def _start(self, request: Request, entry: PrefixEntry | None) -> Sequence:
+    def _start(self, request: Request, entry: Prefix | None) -> Sequence:
         """The sequence of a request, on the cached pages of its prompt, of which a partial one is copied."""
         page_tables = PageTables(self.allocator, self.limits.num_slots(request.params))
         if entry is not None:
@@ -113,14 +112,14 @@ class Scheduler:
             self.prefix_hits += sequence.num_cached
         return sequence
 
-    def _copy_to_slots(self, entry: PrefixEntry, page_tables: PageTables, num_shared: int) -> None:
+    def _copy_to_slots(self, entry: Prefix, page_tables: PageTables, num_shared: int) -> None:
         """Gives the slots a copy of the cached page that holds the last cached positions.
 
         Args:
             num_shared: positions of the prompt that all slots share. If they fill the page, slot 0 alone needs it now.
         """
         assert entry.partial_page is not None
-        partial_page, num_cached = entry.partial_page, entry.num_positions
+        partial_page, num_cached = entry.partial_page, len(entry.tokens)
         self.allocator.share(partial_page)  # growing a table may drop the entry from the cache
         is_filled = num_shared // PAGE_SIZE > num_cached // PAGE_SIZE
         for slot, table in enumerate(page_tables.by_slot[:1] if is_filled else page_tables.by_slot):
@@ -175,7 +174,7 @@ class Scheduler:
         if record is not None and _commits(record, sequence.request.origin):
             self._remember(sequence)
         if sequence.plan is None:
-            if sequence.error is None and isinstance(self.prefix_cache, BlockPrefixCache):
+            if sequence.error is None and self.prefix_cache is not None:
                 self.prefix_cache.keep(_committed_key(sequence), sequence.page_tables.by_slot[0])
             self.remove(sequence.request_id)
         else:
@@ -200,16 +199,16 @@ def _commits(record: StepRecord, end: int) -> bool:
     return record.cache_length < end <= record.cache_length + record.committed
 
 
-def prefix_key(request: Request) -> PrefixKey:
+def prefix_key(request: Request) -> Prefix:
     """What the keys and values of the request's prompt depend on; in a block-causal model those of its whole blocks."""
     params, tokens = request.params, request.prompt[: request.origin]
     if request.properties.is_block_causal:
-        return PrefixKey(params.window_attention, params.block_size, tokens)
+        return Prefix(params.window_attention, params.block_size, tokens)
     full = params.window_attention == "full"
-    return PrefixKey(params.window_attention, min(params.block_size, params.max_new_tokens) if full else 0, tokens)
+    return Prefix(params.window_attention, min(params.block_size, params.max_new_tokens) if full else 0, tokens)
 
 
-def _committed_key(sequence: Sequence) -> PrefixKey:
-    """What the keys and values of all committed positions depend on, in a block-causal model."""
+def _committed_key(sequence: Sequence) -> Prefix:
+    """What the keys and values of all committed positions depend on."""
     tokens = *sequence.request.prompt, *sequence.strategy.anchor.tokens
-    return prefix_key(sequence.request)._replace(tokens=tokens[: sequence.num_committed])
+    return replace(prefix_key(sequence.request), tokens=tokens[: sequence.num_committed])

@@ -13,14 +13,16 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, pages_for
 
 
-class PrefixKey(NamedTuple):
-    """What keys and values depend on. Keys in their order: those with a common beginning are neighbours."""
+@dataclass(frozen=True, slots=True, order=True)
+class Prefix:
+    """The beginning of a sequence: what its keys and values depend on, and if they are cached, where. Equal if the keys
+    and values are. In order, those with a common beginning are neighbours."""
 
     window_attention: str
     """``DecodingParams.window_attention``."""
@@ -29,30 +31,19 @@ class PrefixKey(NamedTuple):
     is all masks; or else 0."""
     tokens: tuple[int, ...]
     """Token ids."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixEntry:
-    """Cached positions: an entry of the cache, or the beginning of one."""
-
-    key: PrefixKey
-    pages: tuple[int, ...]
+    pages: tuple[int, ...] = field(default=(), compare=False)
     """Ids of the pages that hold them."""
-    last_hidden: Any
+    last_hidden: Any = field(default=None, compare=False)
     """Normed hidden state of the last position, which predicts the next one; None in a block-causal model."""
 
     @property
-    def num_positions(self) -> int:
-        return len(self.key.tokens)
-
-    @property
     def full_pages(self) -> tuple[int, ...]:
-        return self.pages[: self.num_positions // PAGE_SIZE]
+        return self.pages[: len(self.tokens) // PAGE_SIZE]
 
     @property
     def partial_page(self) -> int | None:
         """The page of which these positions fill a part only: whoever goes on from here needs a copy."""
-        return self.pages[-1] if self.num_positions % PAGE_SIZE else None
+        return self.pages[-1] if len(self.tokens) % PAGE_SIZE else None
 
 
 class PrefixCache:
@@ -65,23 +56,23 @@ class PrefixCache:
     def __init__(self, allocator: PageAllocator) -> None:
         self._allocator = allocator
         allocator.reclaim = self.drop_oldest
-        self._entries: OrderedDict[PrefixKey, PrefixEntry] = OrderedDict()
+        self._entries: OrderedDict[Prefix, Prefix] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, key: PrefixKey) -> bool:
+    def __contains__(self, key: Prefix) -> bool:
         """Whether all positions of a key are cached."""
         return key in self._entries
 
-    def get(self, key: PrefixKey) -> PrefixEntry | None:
+    def get(self, key: Prefix) -> Prefix | None:
         """What is cached of a prompt: here all or nothing. It becomes the most recently used entry."""
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
         return entry
 
-    def take_pages(self, key: PrefixKey, table: Sequence[int]) -> tuple[int, ...] | None:
+    def take_pages(self, key: Prefix, table: Sequence[int]) -> tuple[int, ...] | None:
         """Pages for a new entry of positions that stay in use: the full pages, shared, and a free page for a copy of
         the partial page. None if they are cached already, or there is no page for the copy, not even by dropping
         entries.
@@ -100,15 +91,22 @@ class PrefixCache:
             pages.append(self._allocator.allocate())
         return tuple(pages)
 
-    def insert(self, key: PrefixKey, pages: Sequence[int], last_hidden: Any) -> None:
+    def insert(self, key: Prefix, pages: Sequence[int], last_hidden: Any) -> None:
         """Adds an entry.
 
         Args:
             pages: with a reference for the cache, such as ``take_pages`` gives; released when the entry is dropped.
         """
-        self._entries[key] = PrefixEntry(key, tuple(pages), last_hidden)
+        self._entries[key] = replace(key, pages=tuple(pages), last_hidden=last_hidden)
         for page in pages:
             self._allocator.give_to_cache(page)
+
+    def keep(self, key: Prefix, table: Sequence[int]) -> None:
+        """Adds the positions of a sequence that ends, if others can share them: here they cannot.
+
+        Args:
+            table: page ids of the sequence.
+        """
 
     def drop_oldest(self) -> bool:
         """Drops the least recently used entry; False if there is none."""
@@ -117,7 +115,7 @@ class PrefixCache:
         self._drop(next(iter(self._entries)))
         return True
 
-    def _drop(self, key: PrefixKey) -> None:
+    def _drop(self, key: Prefix) -> None:
         for page in self._entries.pop(key).pages:
             self._allocator.take_from_cache(page)
             self._allocator.release(page)
@@ -133,13 +131,13 @@ class BlockPrefixCache(PrefixCache):
 
     def __init__(self, allocator: PageAllocator) -> None:
         super().__init__(allocator)
-        self._sorted: list[PrefixKey] = []
+        self._sorted: list[Prefix] = []
         """The keys of all entries, ascending. So what has most in common with a key is next to its place."""
 
-    def __contains__(self, key: PrefixKey) -> bool:
+    def __contains__(self, key: Prefix) -> bool:
         return any(_num_common(key, other) == len(key.tokens) for other in self._neighbours(key))
 
-    def get(self, key: PrefixKey) -> PrefixEntry | None:
+    def get(self, key: Prefix) -> Prefix | None:
         """The longest cached beginning of a sequence; None if not even its first block is cached. The entry that holds
         it becomes the most recently used one.
 
@@ -151,9 +149,9 @@ class BlockPrefixCache(PrefixCache):
             return None
         self._entries.move_to_end(longest)
         pages = self._entries[longest].pages[: pages_for(length)]
-        return PrefixEntry(key._replace(tokens=key.tokens[:length]), pages, None)
+        return replace(key, tokens=key.tokens[:length], pages=pages)
 
-    def insert(self, key: PrefixKey, pages: Sequence[int], last_hidden: Any) -> None:
+    def insert(self, key: Prefix, pages: Sequence[int], last_hidden: Any) -> None:
         """Adds an entry, in place of the one that is its beginning, if there is one."""
         for other in self._neighbours(key):
             if _num_common(key, other) == len(other.tokens):
@@ -161,28 +159,24 @@ class BlockPrefixCache(PrefixCache):
         super().insert(key, pages, None)
         insort(self._sorted, key)
 
-    def keep(self, key: PrefixKey, table: Sequence[int]) -> None:
-        """Adds the positions of a sequence that ends, unless they are cached already. They stay in their pages.
-
-        Args:
-            table: page ids of the sequence.
-        """
+    def keep(self, key: Prefix, table: Sequence[int]) -> None:
+        """As there, unless they are cached already. They stay in their pages."""
         if key.tokens and key not in self:
             self.insert(key, [self._allocator.share(page) for page in table[: pages_for(len(key.tokens))]], None)
 
-    def _neighbours(self, key: PrefixKey) -> list[PrefixKey]:
+    def _neighbours(self, key: Prefix) -> list[Prefix]:
         """The entries before and after the place of a key."""
         place = bisect_left(self._sorted, key)
         return self._sorted[max(place - 1, 0) : place + 1]
 
-    def _drop(self, key: PrefixKey) -> None:
+    def _drop(self, key: Prefix) -> None:
         super()._drop(key)
         del self._sorted[bisect_left(self._sorted, key)]
 
 
-def _num_common(key: PrefixKey, other: PrefixKey) -> int:
+def _num_common(key: Prefix, other: Prefix) -> int:
     """Positions at the beginning, in whole blocks, that have the same keys and values."""
-    if key[:2] != other[:2]:
+    if (key.window_attention, key.block_size) != (other.window_attention, other.block_size):
         return 0
     size, tokens, others = key.block_size, key.tokens, other.tokens
     end = min(len(tokens), len(others))

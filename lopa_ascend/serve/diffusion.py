@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+from lopa_ascend.core import Request
 from lopa_ascend.serve.http.body import HarmlessValues
 from lopa_ascend.serve.http.encoding import Json, as_line
-from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.answer import CompletionWriter, LopaStats, Usage
 from lopa_ascend.serve.openai.chat import ChatRequest
 from lopa_ascend.serve.openai.completions import CompletionRequest, prompt_schema
@@ -131,7 +131,7 @@ class StepWriter(CompletionWriter):
     def watch(self, planner: Planner, is_file: bool) -> StepWriter:
         """Must come before anything is written. ``is_file``: the stream is a trace file."""
         (choice,) = self.choices
-        arguments = choice.prompt_token_ids, choice.params, planner.limits.properties, planner.prompts.tokenizer
+        arguments = choice.prompt, choice.params, planner.limits.properties, planner.prompts.tokenizer
         self._passes, self._is_file, self._began = PassEvents(self.head, *arguments), is_file, time.monotonic()
         if is_file:
             self.media_type, self.comment, self.end = LINES, b"\n", b""
@@ -183,7 +183,7 @@ class DiffusionCompletionRequest(CompletionRequest):
 
     trace: bool | None = TRACE
 
-    def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> StepWriter:
+    def writer(self, planner: Planner, model: str, choices: list[Request]) -> StepWriter:
         writer = super().writer(planner, model, choices)
         assert isinstance(writer, StepWriter)
         return writer.watch(planner, bool(self.trace))
@@ -210,7 +210,7 @@ class DiffusionChatRequest(ChatRequest):
 
     trace: bool | None = TRACE
 
-    def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> StepWriter:
+    def writer(self, planner: Planner, model: str, choices: list[Request]) -> StepWriter:
         writer = super().writer(planner, model, choices)
         assert isinstance(writer, StepWriter)
         return writer.watch(planner, bool(self.trace))

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from lopa_ascend import core
 from lopa_ascend.config.files import shown
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.access import log_line, request_id
@@ -20,8 +21,8 @@ from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import Intake, read_body
 from lopa_ascend.serve.http.encoding import STREAM_HEADERS, Writer, pieces
 from lopa_ascend.serve.link.client import EngineClient
-from lopa_ascend.serve.link.generation import AskedChoice, Generation
-from lopa_ascend.serve.metrics import Metrics, Timeline
+from lopa_ascend.serve.link.generation import Generation
+from lopa_ascend.serve.metrics import Metrics, Timeline, summary
 from lopa_ascend.serve.openai.request import AnsweredRequest, Planner
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
@@ -93,7 +94,7 @@ class Endpoint:
 
     def _plan(
         self, route: type[AnsweredRequest], raw: bytes
-    ) -> tuple[AnsweredRequest, ServedModel, list[AskedChoice], Writer]:
+    ) -> tuple[AnsweredRequest, ServedModel, list[core.Request], Writer]:
         """The request in a body, its model, its choices, and what writes its answer. Raises as ``answer`` does."""
         asked = read_body(route, raw)
         served = self.find(asked.model)
@@ -115,7 +116,7 @@ class GeneratedAnswer(Response, ABC):
         super().__init__()
         del self.headers["content-length"]
         self._served, self._generation, self._writer = served, generation, writer
-        self._timeline = Timeline([choice.prompt_tokens for choice in generation.choices], arrived)
+        self._times = [Timeline(choice.prompt_tokens, arrived) for choice in generation.choices]
         self._reason_if_unfinished = "abort"
         """Finish reason of choices that never finish."""
 
@@ -126,8 +127,8 @@ class GeneratedAnswer(Response, ABC):
         finally:
             watcher.cancel()
             self._served.client.release(self._generation)
-            self._served.metrics.observe_end(self._timeline, self._reason_if_unfinished, self._generation.engines)
-            numbers = self._timeline.summary(time.monotonic(), self._reason_if_unfinished)
+            self._served.metrics.observe_end(self._times, self._reason_if_unfinished, self._generation.engines)
+            numbers = summary(self._times, time.monotonic(), self._reason_if_unfinished)
             log_line(event="finished", id=self._generation.request_id, request_id=request_id(scope), **numbers)
 
     async def _fail_at_disconnect(self, receive: Receive) -> None:
@@ -147,7 +148,7 @@ class GeneratedAnswer(Response, ABC):
         try:
             async for index, update, progress in self._generation.updates():
                 now, seconds = time.monotonic(), self._served.client.stats.step_seconds
-                self._timeline.choices[index].advance(now, seconds, update, progress)
+                self._times[index].advance(now, seconds, update, progress)
                 yield index, update, progress
         except ApiError as error:
             if error.code in ("engine_error", "engine_dead"):
@@ -209,7 +210,7 @@ class StreamedAnswer(GeneratedAnswer):
         try:
             async for index, update, progress in self._updates():
                 make = partial(_frames_of, writer, index, update, progress)
-                is_large = len(update.token_ids) >= LARGE_UPDATE
+                is_large = len(update.tokens) >= LARGE_UPDATE
                 for frame in await asyncio.to_thread(make) if is_large else make():
                     yield frame
             for event in writer.closing():

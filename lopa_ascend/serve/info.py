@@ -19,6 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 
 import lopa_ascend
 from lopa_ascend.backend import find_device
+from lopa_ascend import core
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.config import SECRETS, ServeConfig
 from lopa_ascend.serve.dies import Dies
@@ -27,7 +28,7 @@ from lopa_ascend.serve.http.api_error import ApiError, unavailable
 from lopa_ascend.serve.http.body import Body, Intake, read_body
 from lopa_ascend.serve.http.openapi import READING, body_of, errors
 from lopa_ascend.serve.link.client import EngineClient
-from lopa_ascend.serve.link.generation import AskedChoice, Generation
+from lopa_ascend.serve.link.generation import Generation
 from lopa_ascend.serve.link.messages import Ready, Stepped
 from lopa_ascend.serve.metrics import metrics_text
 
@@ -230,10 +231,10 @@ def _one_token(client: EngineClient) -> Generation | None:
     Raises:
         ApiError: 503, nothing can be generated.
     """
-    prompt = [int(client.ready.limits.mask_token_id == 0)]  # any token but the mask
+    prompt = (int(client.ready.limits.mask_token_id == 0),)  # any token but the mask
     params = DecodingParams(max_new_tokens=1, decoding="d2f", ignore_eos=True)
     try:
-        return client.submit(f"health-{uuid.uuid4().hex}", [AskedChoice(prompt, params)])
+        return client.submit(f"health-{uuid.uuid4().hex}", [core.Request("", prompt, params)])
     except ApiError as error:
         if error.code != "queue_full":
             raise

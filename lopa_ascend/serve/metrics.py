@@ -30,8 +30,8 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
 @dataclass
-class ChoiceTimeline:
-    """The times of one choice. A time is None until it is reached."""
+class Timeline:
+    """The times of one choice, in seconds of ``time.monotonic``. A time is None until it is reached."""
 
     prompt_tokens: int
     arrived: float
@@ -71,7 +71,7 @@ class ChoiceTimeline:
             self.begun, self.prefilled = max(self.arrived, now - step_seconds), now
         self.num_forwards, self.cached_tokens = update.num_forwards, update.cached_tokens
         self.canvas_positions, self.seed = update.canvas_positions, update.seed
-        visible = len(progress.token_ids)
+        visible = len(progress.tokens)
         if visible > self.num_text_tokens:
             if self.first_token is None:
                 self.first_token = now
@@ -101,42 +101,32 @@ class ChoiceTimeline:
         return times
 
 
-class Timeline:
-    """The times of one HTTP request, in seconds of ``time.monotonic``.
+def summary(choices: Sequence[Timeline], now: float, reason_if_unfinished: str) -> dict[str, object]:
+    """The numbers of an HTTP request for the log.
 
     Args:
-        prompt_tokens: length of the prompt of each choice.
-        arrived: when the request arrived.
+        choices: all that it asked for.
+        now: the end of the request.
+        reason_if_unfinished: finish reason of choices that never finished.
     """
-
-    def __init__(self, prompt_tokens: Sequence[int], arrived: float):
-        self.arrived = arrived
-        self.choices = [ChoiceTimeline(count, arrived) for count in prompt_tokens]
-
-    def summary(self, now: float, reason_if_unfinished: str) -> dict[str, object]:
-        """The numbers for the log.
-
-        Args:
-            now: the end of the request.
-            reason_if_unfinished: finish reason of choices that never finished.
-        """
-        tokens = sum(choice.num_text_tokens for choice in self.choices)
-        forwards = sum(choice.num_forwards for choice in self.choices)
-        first = min((c.first_token for c in self.choices if c.first_token is not None), default=None)
-        reasons = sorted({choice.finish_reason or reason_if_unfinished for choice in self.choices})
-        seeds = [choice.seed for choice in self.choices if choice.seed is not None]
-        return {
-            "choices": len(self.choices),
-            "prompt_tokens": sum(choice.prompt_tokens for choice in self.choices),
-            "cached_tokens": sum(choice.cached_tokens for choice in self.choices),
-            "completion_tokens": tokens,
-            "forwards": forwards,
-            "tpf": round(tokens / forwards, 3) if forwards else 0.0,
-            "ttft_s": None if first is None else round(first - self.arrived, 4),
-            "latency_s": round(now - self.arrived, 4),
-            "finish_reason": ",".join(reasons),
-            **({"seeds": seeds} if seeds else {}),
-        }
+    arrived = choices[0].arrived
+    tokens = sum(choice.num_text_tokens for choice in choices)
+    forwards = sum(choice.num_forwards for choice in choices)
+    first = min((c.first_token for c in choices if c.first_token is not None), default=None)
+    reasons = sorted({choice.finish_reason or reason_if_unfinished for choice in choices})
+    seeds = [choice.seed for choice in choices if choice.seed is not None]
+    return {
+        "choices": len(choices),
+        "prompt_tokens": sum(choice.prompt_tokens for choice in choices),
+        "cached_tokens": sum(choice.cached_tokens for choice in choices),
+        "completion_tokens": tokens,
+        "forwards": forwards,
+        "tpf": round(tokens / forwards, 3) if forwards else 0.0,
+        "ttft_s": None if first is None else round(first - arrived, 4),
+        "latency_s": round(now - arrived, 4),
+        "finish_reason": ",".join(reasons),
+        **({"seeds": seeds} if seeds else {}),
+    }
 
 
 class Metrics:
@@ -193,7 +183,7 @@ class Metrics:
     def observe_step(self, message: Stepped) -> None:
         """Counts what a message from the engine reports."""
         labels, stats = self._labels(message.engine), message.stats
-        tokens = sum(len(update.token_ids) for update in message.updates)
+        tokens = sum(len(update.tokens) for update in message.updates)
         if stats.num_steps != self._steps_seen.get(message.engine, 0):  # else a heartbeat, or more of the same step
             self._steps_seen[message.engine] = stats.num_steps
             self._forward.labels(*labels).observe(stats.step_seconds)
@@ -205,18 +195,18 @@ class Metrics:
                 self._denoising.labels(*labels).inc()
                 self._wins.labels(*labels, str(update.winner or "anchor")).inc()
 
-    def observe_end(self, timeline: Timeline, reason_if_unfinished: str, engines: Sequence[str]) -> None:
+    def observe_end(self, choices: Sequence[Timeline], reason_if_unfinished: str, engines: Sequence[str]) -> None:
         """Counts the choices of a request that has ended.
 
         Args:
-            timeline: the request's times.
+            choices: their times.
             reason_if_unfinished: finish reason of choices that never finished.
             engines: for each choice which of several engines had it.
         """
-        for choice, engine in zip(timeline.choices, engines, strict=True):
+        for choice, engine in zip(choices, engines, strict=True):
             self._observe_choice(choice, choice.finish_reason or reason_if_unfinished, self._labels(engine))
 
-    def _observe_choice(self, choice: ChoiceTimeline, reason: str, labels: tuple[str, str]) -> None:
+    def _observe_choice(self, choice: Timeline, reason: str, labels: tuple[str, str]) -> None:
         self._success.labels(*labels, reason).inc()
         if choice.begun is None or choice.prefilled is None:
             return

@@ -135,9 +135,8 @@ def _tokenized(prompts: Prompts, request: TokenizeRequest, max_model_len: int) -
         ids = prompts.encode_text(request.prompt)
     else:
         tools = chat_tools(request.tools, None, parallel=None).as_template_input()
-        ids = prompts.encode_messages(
-            [message.as_template_input() for message in request.messages or ()], tools, request.chat_template_kwargs
-        )
+        messages = [message.as_template_input() for message in request.messages or ()]
+        ids = prompts.encode_chat(messages, tools, request.chat_template_kwargs, checked=False)
     strings = [tokenizer.piece(token).decode(errors="replace") for token in ids] if request.return_token_strs else None
     return Tokens(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=strings)
 

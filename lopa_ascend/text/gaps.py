@@ -78,7 +78,8 @@ def gapped_text(pieces: Sequence[Piece], longest: int, mask: int) -> GappedText:
         tokens += [mask] * piece.size(longest)
         flexible += [num_gaps] if piece.tokens is None else []
         num_gaps += 1
-    return GappedText(tuple(tokens), tuple(flexible))
+    given = sum(len(piece) for piece in pieces if isinstance(piece, list))
+    return GappedText(tuple(tokens), tuple(flexible), num_gaps, given)
 
 
 def whole_text(parts: Sequence[str | Sequence[int] | Gap], texts: Sequence[str | None]) -> str | None:

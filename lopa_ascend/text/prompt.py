@@ -115,17 +115,14 @@ class Prompts:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        *,
+        checked: bool = True,
     ) -> list[int]:
-        """The token ids of the prompt that the chat template makes of a conversation. See ``ChatTemplate.render``."""
-        return self.encode(self.encode_messages(messages, tools, variables))
+        """The token ids of the prompt that the chat template makes of a conversation. See ``ChatTemplate.render``.
 
-    def encode_messages(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """As ``encode_chat``, but a template may write the mask."""
+        Args:
+            checked: refuse what ``encode`` refuses, such as a mask that the template writes.
+        """
         if self.tokenizer is None:
             raise ParameterError("messages", f"{self._model_name} has no tokenizer files, so no chat template")
         if self._max_model_len is not None and len(messages) > self._max_model_len:
@@ -140,11 +137,12 @@ class Prompts:
             rows = [dict(message) for message in messages]
             pieces = self.tokenizer.render_apart(rows, self._plain, [dict(tool) for tool in tools], variables)
             self._check_characters("messages", "".join(pieces), self.tokenizer)
-            return self.tokenizer.encode(*pieces)
+            ids = self.tokenizer.encode(*pieces)
         except ParameterError:
             raise
         except ValueError as error:
             raise ParameterError("messages", str(error)) from error
+        return self.encode(ids) if checked else ids
 
     @property
     def can_think(self) -> bool:

@@ -17,12 +17,12 @@ class ReasoningReader:
         begin: where the answer begins in the text; None while that is not known.
 
     Args:
-        thinking: how the model thinks; None: it does not, and all of the text is the answer.
+        thinking: how the model thinks.
     """
 
-    def __init__(self, thinking: Thinking | None):
-        self.begin = 0 if thinking is None else None
-        self.has_thought = self._is_open = thinking is not None and thinking.is_open
+    def __init__(self, thinking: Thinking):
+        self.begin: int | None = None
+        self.has_thought = self._is_open = thinking.is_open
         self._has_words = False
         """Something of the open block has been said."""
         self._read = 0

@@ -13,7 +13,7 @@ from lopa_ascend.types.decode import (
 )
 from lopa_ascend.types.grammar import Grammar, GrammarError
 from lopa_ascend.types.model import DREAM, ModelProperties
-from lopa_ascend.types.output import Alternatives, GenerationOutput, Progress, Update
+from lopa_ascend.types.output import Alternatives, GenerationOutput, Progress, TokenRun, Update
 from lopa_ascend.types.stats import EngineStats, GraphStats, RankReport, Traffic
 from lopa_ascend.types.step import KVShape, PageCopy, Scoring
 from lopa_ascend.types.thinking import Thinking
@@ -41,6 +41,7 @@ __all__ = [
     "SequencePlan",
     "StepRecord",
     "Thinking",
+    "TokenRun",
     "Traffic",
     "Update",
     "winner_rank",

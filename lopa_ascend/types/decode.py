@@ -37,6 +37,9 @@ class GappedText:
     """Token ids; runs of the mask are gaps."""
     flexible: tuple[int, ...] = ()
     """The gaps, by number, that may become shorter: the first passes find their lengths."""
+    num_gaps: int = 0
+    num_given: int = 0
+    """Tokens outside of gaps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from lopa_ascend.types.decode import StepRecord
 
@@ -11,14 +13,63 @@ Alternatives = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class TokenRun:
+    """Consecutive tokens of an answer, with what is known of each."""
+
+    ids: tuple[int, ...] = ()
+    """Token ids."""
+    probs: tuple[float, ...] = field(default=(), repr=False)
+    """For each token the probability at which it was filled."""
+    alternatives: tuple[Alternatives, ...] = field(default=(), repr=False)
+    """For each token, if the request asked for ``top_logprobs``; else empty."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, part: slice) -> TokenRun:
+        return TokenRun(self.ids[part], self.probs[part], self.alternatives[part])
+
+    def __add__(self, other: TokenRun) -> TokenRun:
+        return TokenRun(self.ids + other.ids, self.probs + other.probs, self.alternatives + other.alternatives)
+
+    @classmethod
+    def joined(cls, runs: Sequence[TokenRun]) -> TokenRun:
+        """The tokens of all runs, one after the other."""
+        return cls(
+            tuple(chain.from_iterable(run.ids for run in runs)),
+            tuple(chain.from_iterable(run.probs for run in runs)),
+            tuple(chain.from_iterable(run.alternatives for run in runs)),
+        )
+
+
+class WithTokens:
+    """Names the columns of ``tokens``."""
+
+    __slots__ = ()
+    tokens: TokenRun
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.tokens.ids
+
+    @property
+    def max_probs(self) -> tuple[float, ...]:
+        """For each token the probability at which it was filled."""
+        return self.tokens.probs
+
+    @property
+    def alternatives(self) -> tuple[Alternatives, ...]:
+        """For each token, if the request asked for ``top_logprobs``."""
+        return self.tokens.alternatives
+
+
+@dataclass(frozen=True, slots=True)
+class Update(WithTokens):
     """What one step did to one request, as token ids. Counters start with the request."""
 
     request_id: str
-    token_ids: tuple[int, ...]
-    """Tokens that became final in this step, in order. Final tokens never change."""
-    max_probs: tuple[float, ...]
-    """For each of ``token_ids`` the probability at which it was filled."""
+    tokens: TokenRun
+    """Those that became final in this step. Final tokens never change."""
     num_forwards: int
     """Forward passes."""
     num_positions: int
@@ -40,8 +91,6 @@ class Update:
     """Set if the request asked for a trace."""
     seed: int | None = None
     """Seed of the sampling; None without sampling."""
-    alternatives: tuple[Alternatives, ...] = ()
-    """For each of ``token_ids``, if the request asked for ``top_logprobs``."""
     canvas_positions: int = 0
     """Positions of the answer in the rows of all branches and forward passes, on all ranks."""
     continuation_logprobs: tuple[tuple[float, ...], ...] = ()
@@ -55,8 +104,7 @@ class Update:
         """The last update of a request that no completed step has ended: it brings no tokens and counts nothing."""
         return cls(
             request_id,
-            token_ids=(),
-            max_probs=(),
+            tokens=TokenRun(),
             num_forwards=0,
             num_positions=0,
             model_tokens=0,
@@ -68,11 +116,11 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationOutput:
+class GenerationOutput(WithTokens):
     """A finished request."""
 
     prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
+    tokens: TokenRun
     """What was generated; with ``finish_at_eos`` it ends before the first EOS, and with a stop string after the token
     that completes it."""
     text: str | None
@@ -89,8 +137,6 @@ class GenerationOutput:
     count the filled positions instead."""
     model_tokens: int
     """Tokens that this rank computed. All other fields are the same on every rank."""
-    max_probs: tuple[float, ...] = field(default=(), repr=False)
-    """For each token the probability at which it was filled."""
     cached_tokens: int = 0
     """Tokens of the prompt that came from the prefix cache."""
     seed: int | None = None
@@ -100,17 +146,15 @@ class GenerationOutput:
     trace_marks: tuple[tuple[float, int], ...] = field(default=(), repr=False, compare=False)
     """For each record of ``trace``: seconds from the beginning of the request, and the characters of ``text`` that were
     final."""
-    alternatives: tuple[Alternatives, ...] = field(default=(), repr=False)
-    """For each token, if the request asked for ``top_logprobs``."""
     continuation_logprobs: tuple[tuple[float, ...], ...] = ()
     """For each of the request's continuations the log probability of each of its tokens, in nats."""
     gaps: tuple[GenerationOutput, ...] = ()
-    """What is in each gap of a text with gaps. ``token_ids`` are those of all."""
+    """What is in each gap of a text with gaps. ``tokens`` are those of all."""
 
     @property
     def tokens_per_forward(self) -> float:
         """TPF as a reader sees it: visible tokens divided by forward passes."""
-        return len(self.token_ids) / self.num_forwards if self.num_forwards else 0.0
+        return len(self.tokens) / self.num_forwards if self.num_forwards else 0.0
 
     @property
     def published_tokens_per_step(self) -> float:
@@ -120,16 +164,12 @@ class GenerationOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """What is final of a running request. ``token_ids`` and ``text`` only grow."""
+class Progress(WithTokens):
+    """What is final of a running request. ``tokens`` and ``text`` only grow."""
 
-    token_ids: tuple[int, ...]
+    tokens: TokenRun
     text: str
     """Without an incomplete UTF-8 sequence at the end, and without an ending that could begin a stop string."""
-    max_probs: tuple[float, ...] = ()
-    """For each token the probability at which it was filled."""
-    alternatives: tuple[Alternatives, ...] = ()
-    """For each token, if the request asked for ``top_logprobs``."""
     output: GenerationOutput | None = None
     """The finished output; only the last progress of a request has one."""
     gaps: tuple[Progress, ...] = ()

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from lopa_ascend.config import DecodingParams, EngineConfig
+from lopa_ascend.core import Request
 from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.text.grammars import GrammarMatcher, Grammars
@@ -177,14 +178,14 @@ def steps_beside_new_grammars(engine: Engine) -> dict[str, float]:
     params = DecodingParams.of(decoding="d2f", max_new_tokens=1024, ignore_eos=True, tau_conf=1.0, block_size=8)
     found: dict[str, float] = {}
     for name, num_grammars in (("alone", 0), ("beside", 20)):
-        engine.add(name, tokenizer.encode(PROMPT), params)
+        engine.add(Request(name, tuple(tokenizer.encode(PROMPT)), params))
         engine.step()
         added = [guard.checked(Grammar("regex", "(?i)" + r"\p{L}" * (2500 + number))) for number in range(num_grammars)]
         times = []
         for number in range(200):
             if number < len(added):
                 bound = DecodingParams.of(decoding="d2f", max_new_tokens=1, structured_outputs=added[number])
-                engine.add(str(number), tokenizer.encode(PROMPT), bound)
+                engine.add(Request(str(number), tuple(tokenizer.encode(PROMPT)), bound))
             times.append(1e3 * seconds(engine.step))
         for request_id in (name, *map(str, range(num_grammars))):
             engine.abort(request_id)
@@ -218,7 +219,7 @@ def decode(engine: Engine, asked: list[DecodingParams], most_steps: int = 10**9)
     tokenizer = load_vocabulary(DEMO_MODEL, 2**18)
     assert tokenizer is not None
     for number, params in enumerate(asked):
-        engine.add(str(number), tokenizer.encode(PROMPT), params, trace=True)
+        engine.add(Request(str(number), tuple(tokenizer.encode(PROMPT)), params, trace=True))
     updates = engine.step()
     start, steps = time.process_time(), 0
     while engine.has_work() and steps < most_steps:
@@ -232,6 +233,6 @@ def decode(engine: Engine, asked: list[DecodingParams], most_steps: int = 10**9)
         "seconds": spent,
         "steps": max(1, steps),
         "passes": len(records),
-        "tokens": sum(len(update.token_ids) for update in updates),
+        "tokens": sum(len(update.tokens) for update in updates),
         "computed": sum(record.model_tokens for record in records if record.index),
     }

@@ -17,15 +17,16 @@ import zmq.asyncio
 from ray import serve
 
 from lopa_ascend.config import EngineConfig, Limits
+from lopa_ascend.core import Request
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.engine.commands import Abort, Generate
+from lopa_ascend.engine.commands import Abort
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.link.messages import FromEngine, Ready, Stepped, ToEngine
 from lopa_ascend.serve.link.spawn import EngineProcess
 from lopa_ascend.serve.replicas import app, replica
 from lopa_ascend.serve.replicas.placement import ReplicaPlacement
 from lopa_ascend.serve.replicas.replica import Replica
-from lopa_ascend.types import EngineStats, Update
+from lopa_ascend.types import EngineStats, TokenRun, Update
 
 STEP, TOKENS = 0.036, 10
 """Seconds of a step, and what each request gets in it. An answer of 40 tokens then takes as long, and comes in as many
@@ -72,7 +73,7 @@ class PacedEngine(EngineProcess):
         return cls(config), Ready(limits, "demo", "float32", "cpu", kv_cache_memory=0, seed=0, ranks=())
 
     def send(self, message: ToEngine) -> None:
-        if isinstance(message, Generate):
+        if isinstance(message, Request):
             self._requests[message.request_id] = _Running(message.params.max_new_tokens)
         elif isinstance(message, Abort):
             self._requests.pop(message.request_id, None)
@@ -96,8 +97,7 @@ class PacedEngine(EngineProcess):
             del self._requests[name]
         return Update(
             name,
-            token_ids=(TOKEN,) * new,
-            max_probs=(1.0,) * new,
+            TokenRun((TOKEN,) * new, (1.0,) * new),
             num_forwards=request.passes,
             num_positions=request.passes * TOKENS,
             model_tokens=request.passes * TOKENS,

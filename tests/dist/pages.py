@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.core import Request
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables
 from lopa_ascend.kv.pool import KVPool
@@ -116,7 +117,7 @@ def run(model: str, sizes: dict[str, int], window: str) -> dict[str, int]:
                 ignore_eos=True,
                 window_attention=window,
             )
-            engine.add(str(index), prompt, params)
+            engine.add(Request(str(index), tuple(prompt), params))
         while engine.has_work():
             before = num_committed(engine)
             engine.step()

@@ -272,9 +272,9 @@ except RankError as wrong:
 print(json.dumps([error, time.monotonic() - begin, followers()]))
 """
 REFUSED_BY_A_FOLLOWER = """
-from lopa_ascend.engine.commands import Generate
+from lopa_ascend.core import Request
 llm = LLM(tensor_parallel_size=2, kv_cache_memory=KV_MEMORY)
-llm.engine._leader.outbox.append(Generate("no prompt", [], DecodingParams(), False))
+llm.engine._leader.outbox.append(Request("no prompt", (), DecodingParams()))
 try:
     generate(llm, 8)
 except RankError as error:

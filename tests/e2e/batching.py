@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lopa_ascend import DecodingParams
+from lopa_ascend.core import Request
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.text.output_stream import OutputStream
 from lopa_ascend.types import GenerationOutput
@@ -21,12 +22,11 @@ def run(
     while len(outputs) < len(asked):
         for i, (prompt, params) in enumerate(asked):
             if arrivals[i] == step:
-                engine.add(str(i), prompt, params, trace=True)
+                engine.add(Request(str(i), tuple(prompt), params, trace=True))
         for update in engine.step():
             assert update.error is None
-            progress = streams[update.request_id].push(update)
-            if progress.output is not None:
-                outputs[update.request_id] = progress.output
+            if (output := streams[update.request_id].push(update)) is not None:
+                outputs[update.request_id] = output
         step += 1
     return [outputs[str(i)] for i in range(len(asked))]
 

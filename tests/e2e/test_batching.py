@@ -13,6 +13,7 @@ import pytest
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import EngineConfig, ParameterError
+from lopa_ascend.core import Request
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.text.output_stream import OutputStream
 from tests.e2e.batching import decisions, run
@@ -123,14 +124,14 @@ def test_the_cache_gives_way_to_requests(path: str) -> None:
     assert stats.num_pages == 6
     assert stats.pages_cached == 4  # the last request needed two pages, and left one
     with pytest.raises(ParameterError, match="8 KV pages, but this server has 6"):
-        engine.add("large", [5] * 120, replace(params, num_branches=3, max_new_tokens=136))
+        engine.add(Request("large", tuple([5] * 120), replace(params, num_branches=3, max_new_tokens=136)))
 
 
 def test_an_abort_ends_a_request_at_once_and_gives_its_pages_back(path: str) -> None:
     engine = Engine(EngineConfig(model=path, max_num_seqs=1, enable_prefix_caching=False))
     params = DecodingParams(max_new_tokens=64, ignore_eos=True)
     for name in ("running", "waiting", "last"):
-        engine.add(name, [5, 6, 7], params)
+        engine.add(Request(name, (5, 6, 7), params))
     engine.step()
     assert engine.stats().num_waiting == 2
     assert engine.abort("waiting")
@@ -139,7 +140,7 @@ def test_an_abort_ends_a_request_at_once_and_gives_its_pages_back(path: str) -> 
     assert engine.stats().pages_in_use == 0
     assert {update.request_id for update in engine.step()} == {"last"}
     with pytest.raises(ValueError, match="in use"):
-        engine.add("last", [1], params)
+        engine.add(Request("last", (1,), params))
 
 
 def test_logits_that_are_not_finite_end_one_request_and_no_other(path: str) -> None:
@@ -147,13 +148,13 @@ def test_logits_that_are_not_finite_end_one_request_and_no_other(path: str) -> N
     params = DecodingParams(num_branches=2, block_size=8, max_new_tokens=32, ignore_eos=True)
     good = run(engine, [([5, 6, 7], params)])[0]
     engine.runner.model.weights["embed.weight"][200] = float("nan")
-    engine.add("bad", [8, 200, 9], params)
+    engine.add(Request("bad", (8, 200, 9), params))
     stream, output, errors = OutputStream([5, 6, 7], params, None), None, []
-    engine.add("good", [5, 6, 7], params)
+    engine.add(Request("good", (5, 6, 7), params))
     while engine.has_work():
         for update in engine.step():
             if update.request_id == "good":
-                output = stream.push(update).output
+                output = stream.push(update)
             else:
                 errors.append(update.error)
     assert len(errors) == 1
@@ -168,7 +169,11 @@ def test_a_committed_prefix_is_read_once_a_sequence(path: str) -> None:
     gathered = []
     for branches in (1, 7):
         engine = Engine(EngineConfig(model=path, enable_prefix_caching=False))
-        engine.add("one", [4 + i % 190 for i in range(1024)], DecodingParams(num_branches=branches, ignore_eos=True))
+        engine.add(
+            Request(
+                "one", tuple([4 + i % 190 for i in range(1024)]), DecodingParams(num_branches=branches, ignore_eos=True)
+            )
+        )
         engine.step()
         before = engine.stats().gathered_bytes
         engine.step()
@@ -256,9 +261,9 @@ def test_as_windows_grow_a_step_has_fewer_branches_and_the_same_tokens_among_oth
         numbers = {len(record.branches) for record in output.trace or ()}
         assert max(numbers) == 8
         assert min(numbers - {1}) < 8
-    engine.add("at most", [5], replace(params, block_size=25))
+    engine.add(Request("at most", (5,), replace(params, block_size=25)))
     with pytest.raises(ParameterError, match="7 with block_size 26 need 208 tokens in one pass; .* is 200"):
-        engine.add("too many", [5], replace(params, block_size=26))
+        engine.add(Request("too many", (5,), replace(params, block_size=26)))
 
 
 def test_pages_that_all_slots_share_are_not_reserved_for_each(path):
@@ -267,7 +272,7 @@ def test_pages_that_all_slots_share_are_not_reserved_for_each(path):
     engine = Engine(EngineConfig(model=path, max_model_len=512, enable_prefix_caching=False, kv_cache_memory=44 * page))
     params = DecodingParams(base="fast_dllm", num_branches=7, block_size=8, max_new_tokens=40, ignore_eos=True)
     for name in ("first", "second"):
-        engine.add(name, [5] * 400, params)
+        engine.add(Request(name, tuple([5] * 400), params))
     for _ in range(6):
         engine.step()
     assert set(engine.scheduler.running) == {"first", "second"}

@@ -14,6 +14,7 @@ from examples.near_first.near_first import NearFirst
 from lopa_ascend import LLM, DecodingParams, register_decoding
 from lopa_ascend.backend.compiler import Eager
 from lopa_ascend.config import EngineConfig, GraphParams, ParameterError, decodings
+from lopa_ascend.core import Request
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.graph import executor as graph_executor
 from lopa_ascend.graph import setup
@@ -227,7 +228,7 @@ def test_what_is_ended_in_flight_leaves_its_seat_and_nobody_notices(path: str) -
     served = engine(path, max_num_seqs=2)
     params = DecodingParams(max_new_tokens=64, ignore_eos=True, block_size=8, tau_conf=1.0)
     for name in "abc":
-        served.add(name, [5, 6, 7], params)
+        served.add(Request(name, (5, 6, 7), params))
     for _ in range(5):
         served.step()
     assert served.abort("a")
@@ -248,8 +249,8 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(path: str, mo
     alone = run(engine(path), [([5, 6, 7], params)])[0]
     served = engine(path)
     assert served.runner.graphs is not None
-    served.add("bad", [9, 9, 9, 9], params)
-    served.add("good", [5, 6, 7], params)
+    served.add(Request("bad", (9, 9, 9, 9), params))
+    served.add(Request("good", (5, 6, 7), params))
     ended: dict[str, Update] = {}
     tokens: list[int] = []
     steps = 0
@@ -309,8 +310,8 @@ def test_a_device_that_decides_otherwise_is_noticed(path: str, falsified: str, m
     with monkeypatch.context() as patch:
         patch.setattr(graph_executor, "view_output", falsify)
         patch.setattr(type(graphs), "collect", collect_and_note)
-        served.add("bad", [9, 9, 9, 9], params)
-        served.add("good", [5, 6, 7], params)
+        served.add(Request("bad", (9, 9, 9, 9), params))
+        served.add(Request("good", (5, 6, 7), params))
         ended: dict[str, Update] = {}
         tokens: list[int] = []
         while served.has_work():

@@ -16,6 +16,7 @@ import pytest
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import EngineConfig
+from lopa_ascend.core import Request
 from lopa_ascend.engine.engine import BROKEN_OFF, Engine
 from lopa_ascend.llm import deferred_interrupts
 from tests.tiers import slow_but
@@ -155,7 +156,7 @@ def test_an_exception_in_a_step_ends_the_engine_which_says_so(path: str, monkeyp
         raise TimeoutError
 
     engine = Engine(EngineConfig(model=path))
-    engine.add("a", [5, 6], PARAMS)
+    engine.add(Request("a", (5, 6), PARAMS))
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner.eager, "run", interrupt)
         with pytest.raises(TimeoutError):
@@ -163,7 +164,7 @@ def test_an_exception_in_a_step_ends_the_engine_which_says_so(path: str, monkeyp
     with pytest.raises(RuntimeError, match=f"this engine has ended: {BROKEN_OFF}"):
         engine.step()
     with pytest.raises(RuntimeError, match="this engine has ended"):
-        engine.add("b", [5, 6], PARAMS)
+        engine.add(Request("b", (5, 6), PARAMS))
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from lopa_ascend import LLM, DecodingParams, ParameterError
 from lopa_ascend.config import EngineConfig
+from lopa_ascend.core import Request
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.types import GenerationOutput
 from tests.e2e.batching import run
@@ -105,7 +106,7 @@ def test_only_final_blocks_are_shown() -> None:
     """Tokens that were shown never change, although the same positions are edited before."""
     served = engine("model_a")
     params = DecodingParams(decoding="d2f", max_new_tokens=60, ignore_eos=True, **EDITING)
-    served.add("r", [5, 3, 8, 2, 9], params, trace=True)
+    served.add(Request("r", (5, 3, 8, 2, 9), params, trace=True))
     shown: list[int] = []
     lengths, num_edits = set(), 0
     while served.has_work():

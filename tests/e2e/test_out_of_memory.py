@@ -11,6 +11,7 @@ from torch import Tensor
 from lopa_ascend import DecodingParams
 from lopa_ascend.backend.compiler import Eager
 from lopa_ascend.config import EngineConfig
+from lopa_ascend.core import Request
 from lopa_ascend.engine.engine import NO_MEMORY, Engine
 from lopa_ascend.graph import setup
 from lopa_ascend.types import Update
@@ -58,14 +59,14 @@ def test_the_engine_lives_on_and_in_eager_mode_so_do_the_requests_of_other_steps
     engine = engine_with_memory_for_few_tokens(path, monkeypatch, graph_mode)
     small = DecodingParams(max_new_tokens=16, block_size=8, num_branches=1, ignore_eos=True)
     large = DecodingParams(base="parallel", num_branches=15, max_new_tokens=40, ignore_eos=True)
-    engine.add("small", [5, 6], small)
-    engine.add("large", [5, 6], large)
+    engine.add(Request("small", (5, 6), small))
+    engine.add(Request("large", (5, 6), large))
     last = finished(engine)
     assert last["small"].finish_reason == neighbour_ends
     assert last["large"].finish_reason == "error"
     assert last["large"].error == NO_MEMORY
     assert not engine.stats().pages_in_use
-    engine.add("again", [5, 6], small)
+    engine.add(Request("again", (5, 6), small))
     assert finished(engine)["again"].finish_reason == "length"
 
 
@@ -74,7 +75,7 @@ def test_a_cached_page_that_was_not_copied_is_not_reused(path: str, monkeypatch:
     params = DecodingParams(max_new_tokens=8, block_size=8, num_branches=1, ignore_eos=True)
 
     def tokens_of(request_id: str) -> tuple[int, ...]:
-        engine.add(request_id, [5, 6, 7], params)
+        engine.add(Request(request_id, (5, 6, 7), params))
         updates = []
         while engine.has_work():
             updates += engine.step()
@@ -86,7 +87,7 @@ def test_a_cached_page_that_was_not_copied_is_not_reused(path: str, monkeypatch:
     expected = tokens_of("first")
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner.pool, "copy_page", without_memory)
-        engine.add("failing", [5, 6, 7], params)
+        engine.add(Request("failing", (5, 6, 7), params))
         assert [update.error for update in engine.step()] == [NO_MEMORY]
     assert tokens_of("later") == expected
 
@@ -98,6 +99,6 @@ def test_an_error_of_another_kind_is_raised(path: str, monkeypatch: pytest.Monke
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(engine.runner.model, "forward", broken)
-    engine.add("any", [5, 6], DecodingParams(max_new_tokens=8))
+    engine.add(Request("any", (5, 6), DecodingParams(max_new_tokens=8)))
     with pytest.raises(RuntimeError, match="the device is gone"):
         engine.step()

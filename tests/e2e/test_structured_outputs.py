@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from lopa_ascend import LLM, DecodingParams, ParameterError
 from lopa_ascend.config import EngineConfig
+from lopa_ascend.core import Request
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.text.tokenizer import Tokenizer
@@ -178,9 +179,9 @@ def test_neighbours_go_on_while_a_grammar_is_compiled(models: dict[str, Path]):
     served, prompt = engine(models["dream"]), tokenizer(models["dream"]).encode("the answer and")
     free = DecodingParams.of(max_new_tokens=200, ignore_eos=True)
     heavy = {"regex": r"(?i)(\p{L}{3000}|[a-z]{5})"}
-    served.add("free", prompt, free)
+    served.add(Request("free", tuple(prompt), free))
     for name in ("aborted", "bound"):
-        served.add(name, prompt, DecodingParams.of(max_new_tokens=8, structured_outputs=heavy))
+        served.add(Request(name, tuple(prompt), DecodingParams.of(max_new_tokens=8, structured_outputs=heavy)))
     assert served.stats().num_waiting == 3
     assert [update.request_id for update in served.step()] == ["free"]
     assert served.abort("aborted")

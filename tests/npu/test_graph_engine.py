@@ -14,6 +14,7 @@ from torch import Tensor
 from examples.plain_dream.plain_dream import PlainDream
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import EngineConfig, GraphParams
+from lopa_ascend.core import Request
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.plain import Attend
@@ -168,7 +169,7 @@ def test_a_step_is_one_launch_between_two_copies_and_the_host_waits_for_the_step
     with numeric():
         served = Engine(config)
         before = served.stats().graphs
-        served.add("a", prompt, params)
+        served.add(Request("a", tuple(prompt), params))
         for _ in range(3):  # the prompt, and two launches until results come back
             served.step()
         steps = inputs_written = 0
@@ -203,7 +204,7 @@ def test_only_lengths_that_changed_are_written_to_a_graph(tmp_path: Path) -> Non
         before = capture.tapes()
         served = Engine(EngineConfig(model=str(path), graph_mode="npugraph_ex", **config))
         *_, tape = capture.tapes(other_than=before)  # after that of the check at start
-        served.add("a", prompt, params)
+        served.add(Request("a", tuple(prompt), params))
         while served.has_work():
             with host_traffic() as traffic:
                 tokens += [token for update in served.step() for token in update.token_ids]

@@ -13,7 +13,7 @@ from lopa_ascend.core import Request, Sequence, Step
 from lopa_ascend.decode import begin
 from lopa_ascend.engine.scheduler import Scheduler, prefix_key
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables
-from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry
+from lopa_ascend.kv.prefix_cache import Prefix, PrefixCache
 from lopa_ascend.types import Scoring, SequencePlan, StepRecord
 
 
@@ -101,8 +101,8 @@ class Paper:
             first, last = max(begin - number * PAGE_SIZE, 0), min(end - number * PAGE_SIZE, PAGE_SIZE)
             assert self.pages[table[number]][first:last] == [(whose, number)] * (last - first)
 
-    def begin(self, request: Request, page_tables: PageTables, entry: PrefixEntry | None) -> Sequence:
-        num_cached = 0 if entry is None else entry.num_positions
+    def begin(self, request: Request, page_tables: PageTables, entry: Prefix | None) -> Sequence:
+        num_cached = 0 if entry is None else len(entry.tokens)
         strategy = begin(request.prompt, request.params, 999, frozenset(), num_cached, request.properties)
         sequence = Sequence(request, strategy, Scoring("max_prob", 999, 999), page_tables, num_cached)
         self.ask(sequence, num_cached)

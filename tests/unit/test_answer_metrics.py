@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.types import GenerationOutput
+from lopa_ascend.types import GenerationOutput, TokenRun
 from scripts.eval.files import DATA, TaskFileError, read_examples, read_problems
 from scripts.eval.metrics import measure, over_runs
 from scripts.eval.results import results
@@ -136,7 +136,7 @@ def test_runs_that_are_not_finished_do_not_count(tmp_path: Path):
 
 
 def test_tokens_behind_the_end_are_not_visible():
-    output = GenerationOutput((1,), (5, 6, 2, 9, 2), "", "length", None, 3, 5, 10)
+    output = GenerationOutput((1,), TokenRun((5, 6, 2, 9, 2)), "", "length", None, 3, 5, 10)
     params = DecodingParams(finish_at_eos=False)
     assert num_visible(output, params, (2,)) == 2
     assert num_visible(output, replace(params, ignore_eos=True), (2,)) == 5

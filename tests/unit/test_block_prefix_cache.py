@@ -13,7 +13,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.core import Request, Sequence
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, pages_for
-from lopa_ascend.kv.prefix_cache import BlockPrefixCache, PrefixEntry, PrefixKey
+from lopa_ascend.kv.prefix_cache import BlockPrefixCache, Prefix
 from lopa_ascend.types import ModelProperties, SequencePlan
 from tests.tiers import examples
 from tests.unit.paper_scheduler import Paper, limits, record
@@ -23,8 +23,8 @@ SHIFTED = ModelProperties(logit_shift=1, attention="block_causal")
 Tokens = tuple[int, ...]
 
 
-def key(tokens: Tokens, block_size: int = 4) -> PrefixKey:
-    return PrefixKey("block_causal", block_size, tokens)
+def key(tokens: Tokens, block_size: int = 4) -> Prefix:
+    return Prefix("block_causal", block_size, tokens)
 
 
 def beginnings(tokens: Tokens, block_size: int) -> set[Tokens]:
@@ -49,9 +49,9 @@ def test_the_longest_beginning_is_found(actions: list[tuple[bool, bool, Tokens, 
         tokens = text[: len(text) // size * size]
         found = cache.get(key(tokens, size))
         expected = max(beginnings(tokens, size) & known[size], key=len, default=())
-        assert (found.key.tokens if found else ()) == expected
+        assert (found.tokens if found else ()) == expected
         if found:
-            assert len(found.pages) == pages_for(found.num_positions)
+            assert len(found.pages) == pages_for(len(found.tokens))
             for index, page in enumerate(found.pages):
                 assert expected[: (index + 1) * PAGE_SIZE] in held[page]
         if not is_new or not tokens:
@@ -96,7 +96,7 @@ def test_another_block_size_or_a_part_of_a_block_is_not_found() -> None:
     assert cache.get(key((1, 1, 1, 2))) is None
     found = cache.get(key((*(1,) * 6, 2, 2)))
     assert found is not None
-    assert found.num_positions == 4
+    assert len(found.tokens) == 4
 
 
 # ---- with the scheduler: pages hold tags that say what the keys and values at a position depend on -------------------
@@ -195,13 +195,13 @@ class BlockPaper(Paper):
         if done:
             del self.running[request.request_id]
 
-    def begin(self, request: Request, page_tables: PageTables, entry: PrefixEntry | None) -> Sequence:
+    def begin(self, request: Request, page_tables: PageTables, entry: Prefix | None) -> Sequence:
         """Checks what was found: all that was computed, if there are pages enough."""
         size, tokens = request.params.block_size, request.prompt
         if self.properties.logit_shift and len(tokens) % size == 0:
             tokens = tokens[:-size]
         longest = max(beginnings(tokens, size) & self.known.get(size, set()), key=len, default=())
-        num_cached = 0 if entry is None else entry.num_positions
+        num_cached = 0 if entry is None else len(entry.tokens)
         assert num_cached in range(0, len(longest) + 1, size)
         assert num_cached == len(longest) or self.scheduler.limits.num_pages < 1000
         return super().begin(request, page_tables, entry)

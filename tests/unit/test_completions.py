@@ -14,16 +14,16 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.core import Request
 from lopa_ascend.serve.endpoint import PIECE, encoded
-from lopa_ascend.serve.link.generation import AskedChoice
-from lopa_ascend.serve.openai.answer import CompletionWriter, Details, Form
+from lopa_ascend.serve.openai.answer import AnswerForm, CompletionWriter, Details
 from lopa_ascend.serve.openai.chat import CHAT
 from lopa_ascend.serve.openai.completions import COMPLETION
 from lopa_ascend.serve.openai.logprobs import LOWEST, TokenProbs, escaped
 from lopa_ascend.text.output_stream import OutputStream
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import load_tokenizer
-from lopa_ascend.types import GenerationOutput, Progress, Update
+from lopa_ascend.types import GenerationOutput, Progress, TokenRun, Update
 from tests.tiny import VOCAB_SIZE, write_tokenizer
 
 TEXTS = ["größer als 5 €?", "日本語のテキスト", "🙂🙃 emoji é", "line\nbreak \u2028 \x85", "hello hello", " the answer"]
@@ -45,15 +45,16 @@ def updates_of(ids: list[int], cuts: list[int], params: DecodingParams) -> list[
     for number, (start, end) in enumerate(zip(edges, edges[1:], strict=False), 1):
         probs = tuple((1 + position % 7) / 8 for position in range(start, end))
         reason = "length" if number == len(edges) - 1 else None
-        updates.append(Update("r", tuple(ids[start:end]), probs, number, end, 9, 0, 0, finish_reason=reason))
+        updates.append(Update("r", TokenRun(tuple(ids[start:end]), probs), number, end, 9, 0, 0, finish_reason=reason))
     return updates
 
 
 def run(ids: list[int], cuts: list[int], params: DecodingParams, tokenizer: Tokenizer) -> list[tuple[Update, Progress]]:
     stream, steps = OutputStream([1, 2], params, tokenizer), []
     for update in updates_of(ids, cuts, params):
-        steps.append((update, stream.push(update)))
-        if steps[-1][1].output is not None:
+        output = stream.push(update)
+        steps.append((update, stream.progress))
+        if output is not None:
             return steps
     raise AssertionError("the last update ends the request")
 
@@ -102,7 +103,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], str, list[int], list[str], int, s
 @pytest.mark.parametrize("form", [COMPLETION, CHAT])
 @pytest.mark.parametrize("logprobs", [None, 0, 1])
 @given(case=cases(), pick=st.integers(0, 100))
-def test_chunks_join_to_the_whole(form: Form, logprobs: int | None, tokenizer: Tokenizer, case: Any, pick: int):
+def test_chunks_join_to_the_whole(form: AnswerForm, logprobs: int | None, tokenizer: Tokenizer, case: Any, pick: int):
     ids, text, cuts, stop, min_new_tokens, echoed = case
     ids = ids[: pick % 31] + tokenizer.encode(text) + ids[pick % 31 :]
     if not ids:
@@ -114,7 +115,7 @@ def test_chunks_join_to_the_whole(form: Form, logprobs: int | None, tokenizer: T
     details = Details(
         with_ids=True, logprobs=logprobs, echoed=[echoed] if form is COMPLETION else (), include_usage=True
     )
-    response = CompletionWriter(form, "m", [AskedChoice([1, 2], params)], details, tokenizer)
+    response = CompletionWriter(form, "m", [Request("", (1, 2), params)], details, tokenizer)
     chunks = response.opening()
     steps = run(ids, cuts, params, tokenizer)
     for update, progress in steps:
@@ -134,11 +135,11 @@ def test_chunks_join_to_the_whole(form: Form, logprobs: int | None, tokenizer: T
 def test_the_role_of_a_chat_comes_with_the_first_text(tokenizer: Tokenizer):
     """Clients take the time of the first chunk as that of the first token."""
     params = DecodingParams(max_new_tokens=3)
-    writer = CompletionWriter(CHAT, "m", [AskedChoice([1, 2], params)] * 2, Details(n=2), tokenizer)
+    writer = CompletionWriter(CHAT, "m", [Request("", (1, 2), params)] * 2, Details(n=2), tokenizer)
     chunks = writer.opening()
     assert chunks == []
-    nothing = Update("r", (), (), 1, 1, 9, None, 0)
-    assert writer.events(0, nothing, Progress((), "")) == []
+    nothing = Update("r", TokenRun(), 1, 1, 9, None, 0)
+    assert writer.events(0, nothing, Progress(TokenRun(), "")) == []
     for index in (1, 0):
         for update, progress in run([65, 66, 67], [1, 2], params, tokenizer):
             chunks += writer.events(index, update, progress)
@@ -152,7 +153,7 @@ def test_the_role_of_a_chat_comes_with_the_first_text(tokenizer: Tokenizer):
 @pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (2, 1, 0)])
 def test_openais_client_reads_choices_that_come_in_any_order(order: tuple[int, ...], tokenizer: Tokenizer):
     params = DecodingParams(max_new_tokens=3)
-    writer = CompletionWriter(CHAT, "m", [AskedChoice([1, 2], params)] * 3, Details(n=3), tokenizer)
+    writer = CompletionWriter(CHAT, "m", [Request("", (1, 2), params)] * 3, Details(n=3), tokenizer)
     state = ChatCompletionStreamState()
     for index in order:
         for update, progress in run([65 + index, 66, 67], [1, 2], params, tokenizer):
@@ -164,7 +165,7 @@ def test_openais_client_reads_choices_that_come_in_any_order(order: tuple[int, .
 
 @given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20))
 def test_offsets_and_bytes(tokenizer: Tokenizer, ids: list[int]):
-    tokens = TokenProbs(tokenizer).push(ids, [0.5] * len(ids))
+    tokens = TokenProbs(tokenizer).push(TokenRun(tuple(ids), (0.5,) * len(ids)))
     visible = [token for token in ids if not tokenizer.is_special(token)]
     pieces = b"".join(item.data or b"" for item, token in zip(tokens, ids, strict=True) if token in visible)
     assert pieces.decode(errors="replace") == tokenizer.decode(ids)
@@ -172,12 +173,12 @@ def test_offsets_and_bytes(tokenizer: Tokenizer, ids: list[int]):
     assert offsets == sorted(offsets)
     assert all(offset <= len(tokenizer.decode(ids[:place])) for place, offset in enumerate(offsets))
     text = tokenizer.encode("hello é")
-    for place, item in enumerate(TokenProbs(tokenizer).push(text, [1.0] * len(text))):
+    for place, item in enumerate(TokenProbs(tokenizer).push(TokenRun(tuple(text), (1.0,) * len(text)))):
         assert (item.offset, item.logprob) == (len(tokenizer.decode(text[:place])), 0.0)
 
 
 def test_probabilities_without_a_tokenizer_or_of_zero():
-    one, none = TokenProbs(None).push([7, 8], [0.25, 0.0])
+    one, none = TokenProbs(None).push(TokenRun((7, 8), (0.25, 0.0)))
     assert (one.token, one.data, one.logprob) == ("token_id:7", None, math.log(0.25))
     assert none.logprob == LOWEST
     assert one.chat() == {"token": "token_id:7", "logprob": math.log(0.25), "bytes": None}
@@ -185,9 +186,9 @@ def test_probabilities_without_a_tokenizer_or_of_zero():
 
 @pytest.mark.parametrize("top_p", [None, 0.5])
 def test_the_list_of_probable_tokens_is_of_one_distribution(top_p: float | None):
-    choice = AskedChoice([1, 2], DecodingParams(temperature=1.0, top_p=top_p, top_logprobs=2))
+    choice = Request("", (1, 2), DecodingParams(temperature=1.0, top_p=top_p, top_logprobs=2))
     ranked = (((8, 0.5), (7, 0.3)), ((8, 0.5), (6, 0.3)))
-    output = GenerationOutput((1, 2), (7, 7), None, "length", None, 1, 2, 2, (0.9, 0.9), alternatives=ranked)
+    output = GenerationOutput((1, 2), TokenRun((7, 7), (0.9, 0.9), ranked), None, "length", None, 1, 2, 2)
     listed = 0.9 if top_p is None else 0.3
     chat, completion = (
         next(CompletionWriter(form, "m", [choice], Details(logprobs=2)).whole([output])["choices"])["logprobs"]
@@ -208,9 +209,9 @@ def test_the_list_of_probable_tokens_is_of_one_distribution(top_p: float | None)
 def test_every_token_has_a_name_of_its_own(tokenizer: Tokenizer):
     """Also those that are a part of a character, or no text at all."""
     ids = range(VOCAB_SIZE + 3)
-    choice = AskedChoice([1, 2], DecodingParams(top_logprobs=20))
+    choice = Request("", (1, 2), DecodingParams(top_logprobs=20))
     ranked = tuple((token, 1 / (2 + token)) for token in ids)
-    output = GenerationOutput((1, 2), (7,), None, "length", None, 1, 2, 2, (1 / 9,), alternatives=(ranked,))
+    output = GenerationOutput((1, 2), TokenRun((7,), (1 / 9,), (ranked,)), None, "length", None, 1, 2, 2)
     chat, completion = (
         next(CompletionWriter(form, "m", [choice], Details(logprobs=9), tokenizer).whole([output])["choices"])[
             "logprobs"
@@ -238,7 +239,7 @@ def test_bytes_are_written_so_that_they_can_be_read_back(piece: bytes, name: str
 def test_usage_counts_a_prompt_once(tokenizer: Tokenizer):
     params = DecodingParams(max_new_tokens=3)
     outputs = [run([65, 66, 67], [1], params, tokenizer)[-1][1].output for _ in range(4)]
-    choices = [AskedChoice([1] * size, params) for size in (5, 5, 7, 7)]
+    choices = [Request("", tuple([1] * size), params) for size in (5, 5, 7, 7)]
     whole = CompletionWriter(COMPLETION, "m", choices, Details(n=2, echoed=["A", "B"])).whole([o for o in outputs if o])
     assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (12, 12)
     assert whole["lopa"] == {"num_forwards": 8, "tokens_per_forward": 1.5}
@@ -247,9 +248,9 @@ def test_usage_counts_a_prompt_once(tokenizer: Tokenizer):
 
 def test_a_long_answer_is_encoded_beside_the_event_loop():
     """Other requests are answered while one with many choices becomes JSON."""
-    choices = [AskedChoice([1, 2], DecodingParams())] * 16
+    choices = [Request("", (1, 2), DecodingParams())] * 16
     response = CompletionWriter(COMPLETION, "m", choices, Details(n=16, logprobs=1))
-    output = GenerationOutput((1, 2), (7,) * 800, "é" * 800, "length", None, 1, 800, 800, (0.5,) * 800)
+    output = GenerationOutput((1, 2), TokenRun((7,) * 800, (0.5,) * 800), "é" * 800, "length", None, 1, 800, 800)
 
     async def run() -> tuple[list[bytes], float, float]:
         gaps, start = [0.0], time.monotonic()

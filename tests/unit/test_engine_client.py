@@ -13,8 +13,10 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from starlette.requests import ClientDisconnect, Request
+from starlette import requests
+from starlette.requests import ClientDisconnect
 
+from lopa_ascend import core
 from lopa_ascend.config import DecodingParams, Limits, decoding
 from lopa_ascend.config.combinations import check_combinations
 from lopa_ascend.serve import endpoint as answering
@@ -25,13 +27,12 @@ from lopa_ascend.serve.http.body import Intake, read_body
 from lopa_ascend.serve.info import see_a_step
 from lopa_ascend.serve.link import client as linked
 from lopa_ascend.serve.link.client import EngineClient
-from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.link.messages import Profiled, Ready, Stepped, encode_message
 from lopa_ascend.serve.link.spawn import EngineProcess
 from lopa_ascend.serve.openai.completions import CompletionRequest
 from lopa_ascend.serve.openai.request import Planner
 from lopa_ascend.text.prompt import Prompts
-from lopa_ascend.types import Update
+from lopa_ascend.types import TokenRun, Update
 from tests.tiny import tiny_tokenizer
 
 NUMBERS = itertools.count()
@@ -63,7 +64,7 @@ async def connected() -> AsyncIterator[tuple[EngineClient, zmq.asyncio.Socket]]:
         engines.close()
 
 
-async def sent_by(choices: list[AskedChoice]) -> list[Any]:
+async def sent_by(choices: list[core.Request]) -> list[Any]:
     """What the engine receives when a request with these choices is submitted."""
     async with connected() as (client, engines):
         client.submit("r", choices)
@@ -72,7 +73,7 @@ async def sent_by(choices: list[AskedChoice]) -> list[Any]:
 
 def test_the_engine_gets_no_stop_strings():
     params = DecodingParams(stop=("one", "two"), max_new_tokens=7)
-    for message in asyncio.run(sent_by([AskedChoice([1, 2], params)] * 2)):
+    for message in asyncio.run(sent_by([core.Request("", (1, 2), params)] * 2)):
         assert (message["params"]["stop"], message["params"]["max_new_tokens"]) == ([], 7)
 
 
@@ -100,7 +101,7 @@ def test_choices_are_planned_and_submitted_without_checking_the_parameters_of_ea
 
 
 def update_of(request_id: str, **fields: Any) -> Update:
-    return Update(request_id, (7,), (0.5,), 1, 1, 1, 0, 0, **fields)
+    return Update(request_id, TokenRun((7,), (0.5,)), 1, 1, 1, 0, 0, **fields)
 
 
 async def health_generate(num_steps: int, *updates: Update) -> tuple[tuple[int, str] | None, list[str]]:
@@ -146,7 +147,7 @@ def test_health_generate_wants_a_step_that_worked(
 ):
     refusal, messages = asyncio.run(health_generate(num_steps, *updates))
     assert refusal == expected
-    assert messages == ["Generate", "Abort"][: 1 + is_aborted]
+    assert messages == ["Request", "Abort"][: 1 + is_aborted]
 
 
 # ---- what waits ------------------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def test_a_request_that_waits_keeps_no_fields_without_effect(monkeypatch: pytest
         messages.put_nowait({"type": "http.request", "body": json.dumps({"prompt": "a", "user": "u" * 1000}).encode()})
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "state": {"request_id": "1"}}
-        request = Request(scope, messages.get)
+        request = requests.Request(scope, messages.get)
         async with connected() as (client, engines):
             intake = Intake(10**6)
             endpoint = Endpoint([ServedModel(client)], intake, client.config)

@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from lopa_ascend.config import DecodingParams, Limits
-from lopa_ascend.engine.commands import Generate
+from lopa_ascend.core import Request
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.link.client import MAX_ATTEMPTS, EngineClient
-from lopa_ascend.serve.link.generation import AskedChoice, Generation
+from lopa_ascend.serve.link.generation import Generation
 from lopa_ascend.serve.link.messages import FromEngine, Left, Lost, Ready, Stepped, ToEngine
-from lopa_ascend.types import EngineStats, Update
+from lopa_ascend.types import EngineStats, TokenRun, Update
 
 LIMITS = Limits(
     vocab_size=2048,
@@ -62,12 +62,12 @@ async def connected() -> AsyncIterator[tuple[EngineClient, Engines]]:
 
 
 def update(tokens: tuple[int, ...], finish_reason: str | None = None) -> Stepped:
-    made = Update("r-0", tokens, (0.5,) * len(tokens), 1, 1, 1, 0, 0, finish_reason=finish_reason)
+    made = Update("r-0", TokenRun(tokens, (0.5,) * len(tokens)), 1, 1, 1, 0, 0, finish_reason=finish_reason)
     return Stepped([made], STATS, "a")
 
 
 def submit(client: EngineClient, streams: bool) -> Generation:
-    return client.submit("r", [AskedChoice([1, 2], DecodingParams(max_new_tokens=4))], streams=streams)
+    return client.submit("r", [Request("", (1, 2), DecodingParams(max_new_tokens=4))], streams=streams)
 
 
 async def finish(generation: Generation) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ def test_one_that_its_client_has_seen_nothing_of_begins_again(streams: bool, bef
             for message in (update(before), Lost("r-0", "a", "it ended"), update((5, 6), "length")):
                 engines.messages.put_nowait(message)
             assert await finish(generation) == (5, 6)
-            assert [type(message) for message in engines.sent] == [Generate, Generate]
+            assert [type(message) for message in engines.sent] == [Request, Request]
             assert engines.sent[0] == engines.sent[1]
             assert client.lost == {("a", "retried"): 1}
             assert (client.num_running, client.num_waiting) == (0, 0)

@@ -11,11 +11,11 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.core import Request
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import read_body
-from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.responses import ResponseObject, ResponseRequest, ResponseWriter
-from lopa_ascend.types import GenerationOutput, Progress, Update
+from lopa_ascend.types import GenerationOutput, Progress, TokenRun, Update
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TEXTS = ["größer als 5 €?", "line\nbreak \u2028 \x85", "🙂", ""]
@@ -130,13 +130,13 @@ PARAMS = DecodingParams(max_new_tokens=9, temperature=1.0, top_p=0.5)
 
 
 def writer(**fields: Any) -> ResponseWriter:
-    return ResponseWriter("m", parsed(**fields), AskedChoice([1, 2, 3], PARAMS))
+    return ResponseWriter("m", parsed(**fields), Request("", (1, 2, 3), PARAMS))
 
 
 def output_of(text: str, reason: str) -> GenerationOutput:
     return GenerationOutput(
         prompt_token_ids=(1, 2, 3),
-        token_ids=(4, 5),
+        tokens=TokenRun((4, 5)),
         text=text,
         finish_reason=reason,
         stop_reason="END" if reason == "stop" else None,
@@ -210,12 +210,12 @@ def checked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 )
 def test_events_build_the_whole_response(text: str, cuts: list[int], reason: str):
     asked = writer()
-    update = Update("r", (), (), 1, 1, 9, 0, 0)
+    update = Update("r", TokenRun(), 1, 1, 9, 0, 0)
     events = asked.opening()
     for cut in sorted(cuts):
-        events += asked.events(0, update, Progress((), text[:cut]))
+        events += asked.events(0, update, Progress(TokenRun(), text[:cut]))
     output = output_of(text, reason)
-    events += asked.events(0, update, Progress((4, 5), text, output=output)) + asked.closing()
+    events += asked.events(0, update, Progress(TokenRun((4, 5)), text, output)) + asked.closing()
     deltas = [event["delta"] for event in checked(events) if event["type"] == "response.output_text.delta"]
     assert "".join(deltas) == text
     assert "" not in deltas
@@ -234,7 +234,8 @@ def test_events_build_the_whole_response(text: str, cuts: list[int], reason: str
 
 def test_a_failure_is_an_error_and_a_failed_response():
     asked = writer()
-    events = asked.opening() + asked.events(0, Update("r", (4,), (1.0,), 1, 1, 9, 0, 0), Progress((4,), "be"))
+    new = TokenRun((4,), (1.0,))
+    events = asked.opening() + asked.events(0, Update("r", new, 1, 1, 9, 0, 0), Progress(new, "be"))
     late = ApiError(HTTPStatus.GATEWAY_TIMEOUT, "too late", code="timeout")
     error, failed = checked(events + asked.failure(late))[-2:]
     assert (error["type"], error["code"], error["message"]) == ("error", "timeout", "too late")

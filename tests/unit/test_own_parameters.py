@@ -12,10 +12,10 @@ from lopa_ascend import register_decoding
 from lopa_ascend.config import DecodingParams, ParameterError, decodings, fitting_defaults
 from lopa_ascend.config.kinds import Choice, Number
 from lopa_ascend.config.settings import parameter
+from lopa_ascend.core import Request
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.block_pipeline import BlockPipeline, PipelineParams
 from lopa_ascend.decode.lopa import Lopa, LopaParams
-from lopa_ascend.engine.commands import Generate
 from lopa_ascend.serve.openai.request import asked_parameters
 from tests.unit.test_protocol import PLANNER, parsed
 
@@ -100,8 +100,8 @@ def test_a_server_takes_them_beside_its_defaults() -> None:
 
 def test_they_are_sent_to_the_engine_unchanged() -> None:
     params = DecodingParams.of(decoding="sloped", slope=0.25, shape="curve")
-    sent = msgspec.msgpack.encode(Generate("id", [1], params))
-    assert msgspec.msgpack.decode(sent, type=Generate).params == params
+    sent = msgspec.msgpack.encode(Request("id", (1,), params))
+    assert msgspec.msgpack.decode(sent, type=Request).params == params
 
 
 def test_the_pass_reports_the_confidence_that_the_decoding_needs() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.core import Request
 from lopa_ascend.engine.scheduler import prefix_key
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator
-from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry, PrefixKey
+from lopa_ascend.kv.prefix_cache import Prefix, PrefixCache
 
 PROMPT = tuple(range(3 * PAGE_SIZE + 40))
 
 
-def key(tokens: tuple[int, ...]) -> PrefixKey:
-    return PrefixKey("block_causal", 0, tokens)
+def key(tokens: tuple[int, ...]) -> Prefix:
+    return Prefix("block_causal", 0, tokens)
 
 
 def cache_of(*prompts: tuple[int, ...]) -> PrefixCache:
@@ -38,7 +40,7 @@ def test_only_an_equal_whole_prompt_is_found() -> None:
 @pytest.mark.parametrize("num_tokens", [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 2 * PAGE_SIZE])
 def test_the_last_page_is_partial_unless_the_prompt_fills_it(num_tokens: int) -> None:
     pages = tuple(range(-(-num_tokens // PAGE_SIZE)))
-    entry = PrefixEntry(key(PROMPT[:num_tokens]), pages, None)
+    entry = replace(key(PROMPT[:num_tokens]), pages=pages)
     assert entry.full_pages == pages[: num_tokens // PAGE_SIZE]
     assert entry.partial_page == (pages[-1] if num_tokens % PAGE_SIZE else None)
 
@@ -62,4 +64,4 @@ def test_keys_and_values_depend_on_the_first_block_if_the_prompt_sees_it(
     window_attention: str, block_size: int, first_block: int
 ) -> None:
     params = DecodingParams(window_attention=window_attention, block_size=block_size, max_new_tokens=50)
-    assert prefix_key(Request("a", (1, 2), params)) == (window_attention, first_block, (1, 2))
+    assert prefix_key(Request("a", (1, 2), params)) == Prefix(window_attention, first_block, (1, 2))

@@ -13,11 +13,11 @@ from pydantic.json_schema import models_json_schema
 
 from lopa_ascend.config import ContextLengthError, DecodingParams, Limits, ParameterError
 from lopa_ascend.config.kinds import MAX_TOKEN_IDS
+from lopa_ascend.core import Request
 from lopa_ascend.serve.diffusion import DiffusionCompletionRequest
 from lopa_ascend.serve.http.api_error import MAX_TEXT, ApiError
 from lopa_ascend.serve.http.body import read_body
 from lopa_ascend.serve.info import AbortRequest
-from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.chat import ChatRequest
 from lopa_ascend.serve.openai.completions import CompletionRequest
 from lopa_ascend.serve.openai.request import GenerationRequest, Planner
@@ -60,7 +60,7 @@ parse_completion = partial(read_body, CompletionRequest)
 parse_chat = partial(read_body, ChatRequest)
 
 
-def plan(planner: Planner, request: GenerationRequest) -> list[AskedChoice]:
+def plan(planner: Planner, request: GenerationRequest) -> list[Request]:
     return request.plan(planner)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.kv.pages import PageAllocator, worst_case
-from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixKey
+from lopa_ascend.kv.prefix_cache import Prefix, PrefixCache
 from tests.tiers import examples
 from tests.unit.paper_scheduler import Arrival, Paper, arrivals, limits, paper
 
@@ -108,7 +108,7 @@ def test_a_cached_prompt_is_reused_only_if_its_own_pages_can_stay() -> None:
 def test_the_oldest_entry_goes_first() -> None:
     allocator = PageAllocator(4)
     cache = PrefixCache(allocator)
-    keys = [PrefixKey("block_causal", 0, (n,) * 128) for n in range(4)]
+    keys = [Prefix("block_causal", 0, (n,) * 128) for n in range(4)]
     for key in keys:
         table = [allocator.allocate()]
         pages = cache.take_pages(key, table)

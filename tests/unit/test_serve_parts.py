@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 
+from lopa_ascend import core
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.process.thread_turns import aside
 from lopa_ascend.serve.cli import parse_args
@@ -23,10 +24,10 @@ from lopa_ascend.serve.http import body
 from lopa_ascend.serve.http.access import Access, allow_origins, hosts_of
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import THREADS, Intake
-from lopa_ascend.serve.link.generation import MAX_UNREAD, AskedChoice, Generation
-from lopa_ascend.serve.metrics import Timeline
+from lopa_ascend.serve.link.generation import MAX_UNREAD, Generation
+from lopa_ascend.serve.metrics import Timeline, summary
 from lopa_ascend.serve.server import bind, listen
-from lopa_ascend.types import GenerationOutput, Progress, Update
+from lopa_ascend.types import GenerationOutput, Progress, TokenRun, Update
 
 JSON_TYPE = (b"content-type", b"application/json")
 
@@ -273,41 +274,41 @@ def test_our_own_failures_are_answered_and_logged(caplog: pytest.LogCaptureFixtu
 
 
 def step(number: int, tokens: int, output: GenerationOutput | None = None) -> tuple[Update, Progress]:
-    update = Update("r-0", (), (), number, 40, 50 * number, 0, 2, canvas_positions=49 * number)
-    return update, Progress((7,) * tokens, "", (0.5,) * tokens, output=output)
+    update = Update("r-0", TokenRun(), number, 40, 50 * number, 0, 2, canvas_positions=49 * number)
+    return update, Progress(TokenRun((7,) * tokens, (0.5,) * tokens), "", output)
 
 
 def test_times_of_a_request():
-    timeline = Timeline([5, 5], arrived=10.0)
-    first = timeline.choices[0]
-    output = GenerationOutput((1,), (7,) * 4, "", "length", None, 3, 40, 150)
+    choices = [Timeline(5, arrived=10.0), Timeline(5, arrived=10.0)]
+    first = choices[0]
+    output = GenerationOutput((1,), TokenRun((7,) * 4), "", "length", None, 3, 40, 150)
     for now, (update, progress) in ((12.0, step(1, 0)), (13.0, step(2, 3)), (15.0, step(3, 4, output))):
         first.advance(now, 0.5, update, progress)
     assert (first.begun, first.prefilled, first.first_token, first.ended) == (11.5, 12.0, 13.0, 15.0)
     assert (first.gaps, first.num_forwards, first.canvas_positions) == ([2.0], 3, 147)
-    summary = timeline.summary(16.0, "error")
-    assert (summary["ttft_s"], summary["latency_s"], summary["finish_reason"]) == (3.0, 6.0, "error,length")
-    assert (summary["prompt_tokens"], summary["completion_tokens"], summary["tpf"]) == (10, 4, 1.333)
-    assert Timeline([5], 0.0).summary(1.0, "abort")["finish_reason"] == "abort"
+    numbers = summary(choices, 16.0, "error")
+    assert (numbers["ttft_s"], numbers["latency_s"], numbers["finish_reason"]) == (3.0, 6.0, "error,length")
+    assert (numbers["prompt_tokens"], numbers["completion_tokens"], numbers["tpf"]) == (10, 4, 1.333)
+    assert summary([Timeline(5, 0.0)], 1.0, "abort")["finish_reason"] == "abort"
 
 
 def test_a_request_that_is_aborted_while_it_waits_has_not_begun():
-    timeline = Timeline([5], arrived=10.0)
-    timeline.choices[0].advance(12.0, 0.5, *step(0, 0, GenerationOutput((1,), (), "", "abort", None, 0, 0, 0)))
-    assert (timeline.choices[0].begun, timeline.choices[0].prefilled) == (None, None)
-    assert timeline.summary(12.0, "abort")["finish_reason"] == "abort"
+    choices = [Timeline(5, arrived=10.0)]
+    choices[0].advance(12.0, 0.5, *step(0, 0, GenerationOutput((1,), TokenRun(), "", "abort", None, 0, 0, 0)))
+    assert (choices[0].begun, choices[0].prefilled) == (None, None)
+    assert summary(choices, 12.0, "abort")["finish_reason"] == "abort"
 
 
 @pytest.mark.parametrize("trace", [False, True])
 def test_a_slow_reader_of_a_trace_ends_its_stream_and_other_updates_are_merged(trace: bool):
     taken_out: list[Generation] = []
-    generation = Generation("r", [AskedChoice([1], DecodingParams())], trace, taken_out.append)
+    generation = Generation("r", [core.Request("", (1,), DecodingParams())], trace, taken_out.append)
 
     async def read() -> list[object]:
         for number in range(MAX_UNREAD + 1):
             assert not taken_out
-            update = Update("r-0", (number,), (0.5,), number, number, number, 0, 0)
-            generation.post(0, update, Progress((number,), ""))
+            update = Update("r-0", TokenRun((number,), (0.5,)), number, number, number, 0, 0)
+            generation.post(0, update, Progress(TokenRun((number,)), ""))
         seen: list[object] = []
         try:
             async for _, update, _ in generation.updates():

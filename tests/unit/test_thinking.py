@@ -28,7 +28,7 @@ from lopa_ascend.serve.tokens import TokenizeRequest, _tokenized
 from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.reasoning import ReasoningReader
-from lopa_ascend.types import DREAM, GenerationOutput, Progress, RowResult, Thinking, Update
+from lopa_ascend.types import DREAM, GenerationOutput, Progress, RowResult, Thinking, TokenRun, Update
 from tests.tiny import tiny_tokenizer
 
 TEMPLATE = Path(__file__).parents[1] / "thinking.jinja"
@@ -59,7 +59,7 @@ def respond(**fields: Any) -> ResponseRequest:
 
 def prompt_of(request: GenerationRequest, plan: Planner = PLANNER) -> str:
     (choice,) = request.plan(plan)
-    return tiny_tokenizer().decode(choice.prompt_token_ids, skip_special_tokens=False)
+    return tiny_tokenizer().decode(choice.prompt, skip_special_tokens=False)
 
 
 # ---- variables of the chat template ----------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_thoughts_are_told_from_the_answer_wherever_the_text_is_cut(case: tuple[
 
 def output_of(text: str, reason: str = "stop") -> GenerationOutput:
     ids = tuple(tiny_tokenizer().encode(text))
-    return GenerationOutput((1,), ids, text, reason, None, 3, 9, 9, max_probs=(0.5,) * len(ids))
+    return GenerationOutput((1,), TokenRun(ids, (0.5,) * len(ids)), text, reason, None, 3, 9, 9)
 
 
 def whole(request: GenerationRequest, text: str, reason: str = "stop") -> dict[str, Any]:
@@ -149,11 +149,11 @@ def whole(request: GenerationRequest, text: str, reason: str = "stop") -> dict[s
 
 def streamed(request: GenerationRequest, text: str, reason: str = "stop") -> list[dict[str, Any]]:
     writer = request.writer(PLANNER, "m", request.plan(PLANNER))
-    output, update, events = output_of(text, reason), Update("r", (), (), 1, 1, 9, 0, 0), writer.opening()
+    output, update, events = output_of(text, reason), Update("r", TokenRun(), 1, 1, 9, 0, 0), writer.opening()
     for cut in range(len(output.token_ids)):
         known = output.token_ids[:cut]
-        events += writer.events(0, update, Progress(known, tiny_tokenizer().decode(known), (0.5,) * cut))
-    last = Progress(output.token_ids, text, output.max_probs, output=output)
+        events += writer.events(0, update, Progress(output.tokens[:cut], tiny_tokenizer().decode(known)))
+    last = Progress(output.tokens, text, output)
     return [*events, *writer.events(0, update, last), *writer.closing()]
 
 

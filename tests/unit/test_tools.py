@@ -13,10 +13,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from lopa_ascend.config import Limits, ParameterError
+from lopa_ascend.core import Request
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import read_body
 from lopa_ascend.serve.http.encoding import pieces
-from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.chat import ChatRequest
 from lopa_ascend.serve.openai.completions import CompletionRequest
 from lopa_ascend.serve.openai.request import GenerationRequest, Planner
@@ -25,7 +25,7 @@ from lopa_ascend.serve.openai.score import ScoreRequest
 from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.schemas import closed
-from lopa_ascend.types import GenerationOutput, Progress, Update
+from lopa_ascend.types import GenerationOutput, Progress, TokenRun, Update
 from tests.tiny import tiny_tokenizer
 from tests.tool_template import TEMPLATE
 
@@ -72,7 +72,7 @@ def shown(request: GenerationRequest) -> str:
     """The prompt that a request makes."""
     (choice,) = request.plan(PLANNER)
     assert PLANNER.prompts.tokenizer is not None
-    return PLANNER.prompts.tokenizer.decode(choice.prompt_token_ids, skip_special_tokens=False)
+    return PLANNER.prompts.tokenizer.decode(choice.prompt, skip_special_tokens=False)
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def called_with(arguments: Any, template: str) -> list[str]:
     for request in (chat(messages=messages), asked(ResponseRequest, input=items, max_output_tokens=64)):
         (choice,) = request.plan(plan)
         assert plan.prompts.tokenizer is not None
-        text = plan.prompts.tokenizer.decode(choice.prompt_token_ids, skip_special_tokens=False)
+        text = plan.prompts.tokenizer.decode(choice.prompt, skip_special_tokens=False)
         found.append(text.partition('"arguments": ')[2].partition("}\n</tool_call>")[0])
     return found
 
@@ -205,7 +205,7 @@ def test_a_template_that_knows_no_tools_is_told_of_none() -> None:
     assert refused.value.param == "messages"
     (forced,) = chat(tools=TOOLS, tool_choice="required").plan(plain)
     (free,) = chat().plan(plain)
-    assert forced.prompt_token_ids == free.prompt_token_ids
+    assert forced.prompt == free.prompt
     assert forced.params.structured_outputs is not None
 
 
@@ -416,17 +416,18 @@ def test_what_is_wrong_is_refused_by_its_place(fields: dict[str, Any], param: st
 
 
 def output_of(text: str, reason: str = "stop", logprobs: tuple[tuple[float, ...], ...] = ()) -> GenerationOutput:
-    return GenerationOutput((1,), (4, 5), text, reason, None, 4, 8, 9, (0.5, 0.5), continuation_logprobs=logprobs)
+    tokens = TokenRun((4, 5), (0.5, 0.5))
+    return GenerationOutput((1,), tokens, text, reason, None, 4, 8, 9, continuation_logprobs=logprobs)
 
 
 def streamed(request: GenerationRequest, text: str, cuts: list[int], reason: str = "stop") -> list[dict[str, Any]]:
     writer = request.writer(PLANNER, "m", request.plan(PLANNER))
-    update, events = Update("r", (), (), 1, 1, 9, 0, 0), writer.opening()
+    update, events = Update("r", TokenRun(), 1, 1, 9, 0, 0), writer.opening()
     for cut in cuts:
-        events += writer.events(0, update, Progress((), text[:cut]))
+        events += writer.events(0, update, Progress(TokenRun(), text[:cut]))
     return (
         events
-        + writer.events(0, update, Progress((4, 5), text, (0.5, 0.5), output=output_of(text, reason)))
+        + writer.events(0, update, Progress(TokenRun((4, 5), (0.5, 0.5)), text, output_of(text, reason)))
         + writer.closing()
     )
 
@@ -534,7 +535,7 @@ def test_choices_with_logprobs_say_how_probable_each_text_is() -> None:
             {"text": "yes", "logprob": -2.0, "num_tokens": 2, "share": 0.5},
             {"text": "no", "logprob": -2.0, "num_tokens": 1, "share": 0.5},
         ]
-    chunks = writer.events(2, Update("r", (), (), 1, 1, 9, 0, 0), Progress((), "", output=scores))
+    chunks = writer.events(2, Update("r", TokenRun(), 1, 1, 9, 0, 0), Progress(TokenRun(), "", scores))
     assert [chunk["choices"][0]["index"] for chunk in chunks if chunk["choices"][0]["logprobs"]] == [0, 1]
 
 
@@ -559,7 +560,7 @@ def test_pairs_are_scored_one_by_one_and_texts_of_a_prompt_together() -> None:
     together = asked(ScoreRequest, text_1="x", text_2=["a", "bc"]).plan(PLANNER)
     pairs = asked(ScoreRequest, text_1=["x", "y"], text_2=["a", "bc"]).plan(PLANNER)
     assert [len(choice.continuations) for choice in (*together, *pairs)] == [2, 1, 1]
-    assert isinstance(together[0], AskedChoice)
+    assert isinstance(together[0], Request)
     assert together[0].params.max_new_tokens == max(map(len, together[0].continuations))
 
 

@@ -14,17 +14,20 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Protocol
 
+import msgspec
+
 from lopa_ascend.config import ParameterError
+from lopa_ascend.core import Request
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.engine.commands import Abort, Generate, StartProfile, StopProfile
+from lopa_ascend.engine.commands import Abort, StartProfile, StopProfile
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.api_error import ApiError, unavailable
-from lopa_ascend.serve.link.generation import AskedChoice, Generation
+from lopa_ascend.serve.link.generation import Generation
 from lopa_ascend.serve.link.messages import FromEngine, Left, Lost, Profiled, Ready, Stepped, ToEngine
-from lopa_ascend.text.output_stream import GapsStream, OutputStream
+from lopa_ascend.text.output_stream import OutputStream, output_stream
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_tokenizer
-from lopa_ascend.types import EngineStats, Update
+from lopa_ascend.types import EngineStats, TokenRun, Update
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -76,10 +79,8 @@ class _Unfinished:
     def aborted(self) -> Update:
         """An update that ends the choice with the finish reason "abort" and has no new tokens."""
         if self.last is None:
-            return Update.without_step(self.generation.choice_ids[self.index], "abort")
-        return replace(
-            self.last, token_ids=(), max_probs=(), alternatives=(), winner=None, record=None, finish_reason="abort"
-        )
+            return Update.without_step(self.generation.choices[self.index].request_id, "abort")
+        return replace(self.last, tokens=TokenRun(), winner=None, record=None, finish_reason="abort")
 
 
 class EngineClient:
@@ -182,7 +183,7 @@ class EngineClient:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def submit(
-        self, request_id: str, choices: Sequence[AskedChoice], *, trace: bool = False, streams: bool = False
+        self, request_id: str, choices: Sequence[Request], *, trace: bool = False, streams: bool = False
     ) -> Generation:
         """Hands choices to the engine; ``release`` must follow.
 
@@ -199,7 +200,7 @@ class EngineClient:
         if request_id in self._generations:
             raise ParameterError("request_id", f"{request_id!r} is in use")
         if len(choices) > self.capacity:
-            one_prompt = all(choice.prompt_token_ids is choices[0].prompt_token_ids for choice in choices)
+            one_prompt = all(choice.prompt is choices[0].prompt for choice in choices)
             message = f"prompts times n make {len(choices)} choices; this server takes at most {self.capacity}"
             raise ParameterError("n" if one_prompt else "prompt", message)
         if (problem := self.health()) is not None:
@@ -217,27 +218,20 @@ class EngineClient:
     def _begin(self, generation: Generation) -> None:
         self._generations[generation.request_id] = generation
         self._idle.clear()
-        for index, choice_id in enumerate(generation.choice_ids):
-            self._choices[choice_id] = _Unfinished(generation, index, self._output(generation.choices[index]))
-            self._generate(choice_id)
+        for index, choice in enumerate(generation.choices):
+            self._choices[choice.request_id] = _Unfinished(generation, index, self._output(choice))
+            self._generate(choice)
         if (limit := self.config.request_timeout) is not None:
             late = ApiError(HTTPStatus.GATEWAY_TIMEOUT, f"the request took longer than {limit:g} s", code="timeout")
             self._timers[generation.request_id] = self._loop.call_later(limit, generation.fail, late)
 
-    def _output(self, choice: AskedChoice) -> OutputStream:
-        arguments = (choice.prompt_token_ids, choice.params, self.prompts.tokenizer)
-        if choice.gapped is not None:
-            return GapsStream(*arguments, choice.num_gaps, choice.gapped.flexible)
-        return OutputStream(*arguments)
+    def _output(self, choice: Request) -> OutputStream:
+        return output_stream(choice.prompt, choice.params, self.prompts.tokenizer, choice.gapped)
 
-    def _generate(self, choice_id: str) -> None:
-        """Hands an unfinished choice to the engine."""
-        unfinished = self._choices[choice_id]
-        choice = unfinished.generation.choices[unfinished.index]
+    def _generate(self, choice: Request) -> None:
+        """Hands a choice to the engine."""
         params = choice.params.with_valid(stop=())  # the engine knows no text
-        trace = unfinished.generation.trace
-        asked = choice.continuations, choice.gapped
-        self._engine.send(Generate(choice_id, choice.prompt_token_ids, params, trace, *asked))
+        self._engine.send(msgspec.structs.replace(choice, params=params))
 
     def release(self, generation: Generation) -> None:
         """Ends the generation if it is still running, and forgets it."""
@@ -257,12 +251,14 @@ class EngineClient:
         ended = self._end(generation)
         for choice in ended:
             update = choice.aborted()
-            generation.post(choice.index, update, choice.output.push(update))
+            choice.output.push(update)
+            generation.post(choice.index, update, choice.output.progress)
         return bool(ended)
 
     def _end(self, generation: Generation) -> list[_Unfinished]:
         """Takes the unfinished choices of a generation out of the engine, and returns them."""
-        unfinished = [choice_id for choice_id in generation.choice_ids if choice_id in self._choices]
+        choice_ids = [choice.request_id for choice in generation.choices]
+        unfinished = [choice_id for choice_id in choice_ids if choice_id in self._choices]
         if self._death is None:
             for choice_id in unfinished:
                 self._engine.send(Abort(choice_id))
@@ -323,18 +319,17 @@ class EngineClient:
             self.num_running += 1
         choice.last = update
         choice.generation.engines[choice.index] = engine
-        choice.is_shown |= choice.generation.streams and bool(update.token_ids or choice.generation.trace)
+        choice.is_shown |= choice.generation.streams and bool(update.tokens or choice.generation.trace)
         if update.finish_reason == "error":
             self._forget(update.request_id)
             message = f"generation failed: {update.error}"
             choice.generation.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="engine_error"))
             return
-        progress = choice.output.push(update)
-        if progress.output is not None:
+        if choice.output.push(update) is not None:
             self._forget(update.request_id)
             if update.finish_reason is None:  # a stop string ended it; the engine does not know stop strings
                 self._engine.send(Abort(update.request_id))
-        choice.generation.post(choice.index, update, progress)
+        choice.generation.post(choice.index, update, choice.output.progress)
 
     def _lose(self, lost: Lost) -> None:
         """Begins a choice again that has lost its engine, unless the client has been sent some of it."""
@@ -349,9 +344,10 @@ class EngineClient:
             return
         if choice.last is not None:
             self.num_running -= 1
-        choice.output, choice.last = self._output(choice.generation.choices[choice.index]), None
+        asked = choice.generation.choices[choice.index]
+        choice.output, choice.last = self._output(asked), None
         choice.attempts += 1
-        self._generate(lost.request_id)
+        self._generate(asked)
 
     # ---- profiles --------------------------------------------------------------------------------------------------
 

@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http import HTTPStatus
 
-from lopa_ascend.config import DecodingParams
+import msgspec
+
+from lopa_ascend.core import Request
 from lopa_ascend.serve.http.api_error import ApiError
-from lopa_ascend.types import GappedText, Progress, Update
-
-
-@dataclass(frozen=True)
-class AskedChoice:
-    """One answer that an HTTP request asks for. A request has ``n`` choices for each of its prompts."""
-
-    prompt_token_ids: list[int]
-    """The same list object in all choices of one prompt."""
-    params: DecodingParams
-    continuations: tuple[tuple[int, ...], ...] = ()
-    """See ``Generate``."""
-    gapped: GappedText | None = None
-    """See ``Generate``."""
-    num_given: int = 0
-    """Tokens of ``gapped`` that are given."""
-    num_gaps: int = 0
-    """Gaps of ``gapped``."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens that were sent."""
-        return len(self.prompt_token_ids) + self.num_given
-
+from lopa_ascend.types import Progress, Update
 
 MAX_UNREAD = 1024
 """Updates that the reader of a ``trace`` may leave unread; other updates are merged."""
@@ -44,7 +23,7 @@ class Generation:
 
     Args:
         request_id: id of the request.
-        choices: what it asks for.
+        choices: what it asks for: ``n`` answers to each of its prompts.
         trace: each forward pass stays an update of its own; a reader that leaves too many unread ends the generation.
         take_out: called when the generation fails; takes its choices out of the engine.
         streams: whether the reader passes each update on, so that nothing of it can be taken back.
@@ -53,12 +32,16 @@ class Generation:
     def __init__(
         self,
         request_id: str,
-        choices: Sequence[AskedChoice],
+        choices: Sequence[Request],
         trace: bool,
         take_out: Callable[[Generation], object],
         streams: bool = False,
     ):
-        self.request_id, self.choices, self.trace, self.streams = request_id, choices, trace, streams
+        self.request_id, self.trace, self.streams = request_id, trace, streams
+        self.choices = [
+            msgspec.structs.replace(choice, request_id=f"{request_id}-{index}", trace=trace)
+            for index, choice in enumerate(choices)
+        ]
         self.ended = False
         """Nothing will be added to the unread updates."""
         self.engines = [""] * len(choices)
@@ -70,11 +53,6 @@ class Generation:
         self._news = asyncio.Event()
         """Something is unread, or an error has occurred."""
         self._unfinished = len(choices)
-
-    @property
-    def choice_ids(self) -> list[str]:
-        """The request ids that the engine knows, one for each choice."""
-        return [f"{self.request_id}-{index}" for index in range(len(self.choices))]
 
     async def updates(self) -> AsyncIterator[tuple[int, Update, Progress]]:
         """Reads the progress of all choices until each has its ``Progress.output``.
@@ -114,13 +92,7 @@ class Generation:
         key = (index, update.num_forwards if self.trace else 0)
         if key in self._unread:
             before, _ = self._unread.pop(key)
-            update = replace(
-                update,
-                token_ids=before.token_ids + update.token_ids,
-                max_probs=before.max_probs + update.max_probs,
-                alternatives=before.alternatives + update.alternatives,
-                record=update.record or before.record,
-            )
+            update = replace(update, tokens=before.tokens + update.tokens, record=update.record or before.record)
         self._unread[key] = update, progress
         if progress.output is not None:
             self._unfinished -= 1

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import msgspec
 
 from lopa_ascend.config import EngineConfig, Limits
+from lopa_ascend.core import Request
 from lopa_ascend.engine.commands import PROFILE_NAME as PROFILE_NAME
-from lopa_ascend.engine.commands import Abort, Generate, StartProfile, StopProfile
+from lopa_ascend.engine.commands import Abort, StartProfile, StopProfile
 from lopa_ascend.types import EngineStats, RankReport, Update
 
 
@@ -78,7 +79,7 @@ class Left(msgspec.Struct, tag=True, frozen=True):
     engine: str
 
 
-ToEngine = Start | Generate | Abort | StartProfile | StopProfile
+ToEngine = Start | Request | Abort | StartProfile | StopProfile
 FromEngine = Ready | Failed | Stepped | Profiled | Lost | Left
 
 encode_message = msgspec.msgpack.Encoder().encode

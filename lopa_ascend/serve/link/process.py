@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import zmq
 
 from lopa_ascend.config import ParameterError
-from lopa_ascend.engine.commands import Abort, Generate, ProfileError, StartProfile, StopProfile
+from lopa_ascend.core import Request
+from lopa_ascend.engine.commands import Abort, ProfileError, StartProfile, StopProfile
 from lopa_ascend.parallel.launch import exit_rank, exit_when_stdin_closes, exit_with_parent
 from lopa_ascend.process.standard_streams import write_as_possible
 from lopa_ascend.serve.link.messages import (
@@ -68,16 +69,9 @@ def _load(socket: zmq.Socket[bytes]) -> Engine | None:
 
 def _handle(engine: Engine, message: ToEngine) -> list[Update]:
     """Does what a message asks for. Returns an update only if the engine refuses a request."""
-    if isinstance(message, Generate):
+    if isinstance(message, Request):
         try:
-            engine.add(
-                message.request_id,
-                message.prompt_token_ids,
-                message.params,
-                trace=message.trace,
-                continuations=message.continuations,
-                gapped=message.gapped,
-            )
+            engine.add(message)
         except ParameterError as error:
             return [Update.without_step(message.request_id, "error", str(error))]
     else:

@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
+from lopa_ascend.core import Request
 from lopa_ascend.serve.http.encoding import Json, Writer
-from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.logprobs import TokenProb, TokenProbs, scored
 from lopa_ascend.serve.openai.request import GenerationRequest
 from lopa_ascend.serve.openai.tools import NO_TOOLS, Calls, Tools
 from lopa_ascend.text.reasoning import num_reasoning_tokens
 from lopa_ascend.text.tokenizer import Tokenizer
-from lopa_ascend.types import GenerationOutput, Progress, Thinking, Update
+from lopa_ascend.types import GenerationOutput, Progress, Thinking, TokenRun, Update
 
 SCORED = "With structured_outputs.choice: how probable each of its texts is. A stream has it in one chunk."
 EVENTS = "With stream: true. Each event holds one chunk as JSON; the last event is [DONE]."
@@ -91,7 +91,7 @@ class AnyCompletion(BaseModel):
 # ---- writing them ----------------------------------------------------------------------------------------------------
 
 
-class Form(ABC):
+class AnswerForm(ABC):
     """What differs between the answers of the two routes."""
 
     id_prefix: ClassVar[str]
@@ -171,9 +171,9 @@ class CompletionWriter(Writer):
 
     def __init__(
         self,
-        form: Form,
+        form: AnswerForm,
         model: str,
-        choices: Sequence[AskedChoice],
+        choices: Sequence[Request],
         details: Details,
         tokenizer: Tokenizer | None = None,
     ):
@@ -185,7 +185,7 @@ class CompletionWriter(Writer):
         """The same in every part."""
         # Each prompt counts once, however many answers it gets.
         self.prompt_tokens = sum(choice.prompt_tokens for choice in choices[:: details.n])
-        self._latest = [Progress((), "") for _ in choices]
+        self._latest = [Progress(TokenRun(), "") for _ in choices]
         self._calls = [Calls(details.tools, details.thinking) for _ in choices]
         self._probs = [self._token_probs() for _ in choices]
         self._num_begun = 0
@@ -207,16 +207,14 @@ class CompletionWriter(Writer):
             return self._scores_of_prompt(index - len(self.choices), progress)
         before, self._latest[index] = self._latest[index], progress
         reasoning, text, calls = self._calls[index].push(progress.text, is_final=progress.output is not None)
-        known = len(before.token_ids)
-        token_ids = progress.token_ids[known:]
-        tokens = self._probs[index].push(token_ids, progress.max_probs[known:], progress.alternatives[known:])
-        chunks = []
+        new, chunks = progress.tokens[len(before.tokens) :], []
         shows_tokens = self.details.with_ids or self.details.logprobs is not None
         deltas = [self.form.reasoning_delta(reasoning)] if reasoning and self.details.shows_reasoning else []
-        if text or (token_ids and shows_tokens and not deltas):
+        if text or (new and shows_tokens and not deltas):
             deltas.append(self.form.delta(text))
+        logprobs = self._logprobs(self._probs[index], new)
         for delta in deltas[:1]:
-            chunks.append(self._chunk(index, delta, logprobs=self._logprobs(tokens), token_ids=token_ids))
+            chunks.append(self._chunk(index, delta, logprobs=logprobs, token_ids=new.ids))
         chunks += [self._chunk(index, delta) for delta in deltas[1:]]
         chunks += [self._chunk(index, self.form.call_delta(call)) for call in calls]
         if progress.output is not None:
@@ -228,7 +226,7 @@ class CompletionWriter(Writer):
         """How probable ``details.texts`` are after a prompt, in a chunk for each of its choices."""
         if progress.output is None:
             return []
-        logprobs = self._logprobs([], [progress.output])
+        logprobs = self._logprobs(None, TokenRun(), [progress.output])
         chunks = []
         for choice in range(index * self.details.n, (index + 1) * self.details.n):
             chunks += [*self._openings(choice), self._chunk(choice, self.form.end, logprobs=logprobs)]
@@ -242,7 +240,7 @@ class CompletionWriter(Writer):
 
     def totals(self, outputs: Sequence[GenerationOutput]) -> Json:
         """The usage with details, and the numbers of forward passes."""
-        tokens = sum(len(output.token_ids) for output in outputs)
+        tokens = sum(len(output.tokens) for output in outputs)
         forwards = sum(output.num_forwards for output in outputs)
         cached = sum(output.cached_tokens for output in outputs[:: self.details.n])
         usage = {**self._usage(tokens), "prompt_tokens_details": {"cached_tokens": cached}}
@@ -257,14 +255,13 @@ class CompletionWriter(Writer):
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
     def _whole_choice(self, index: int, output: GenerationOutput, scores: Sequence[GenerationOutput]) -> Json:
-        tokens = self._token_probs().push(output.token_ids, output.max_probs, output.alternatives)
         calls = Calls(self.details.tools, self.details.thinking)
         reasoning, text, _ = calls.push(output.text or "", is_final=True)
         reasoning = reasoning if self.details.shows_reasoning else ""
         return self._choice(
             index,
             self.form.message(self._prefix(index) + text, calls.whole(), reasoning),
-            logprobs=self._logprobs(tokens, scores[index // self.details.n :][:1]),
+            logprobs=self._logprobs(self._token_probs(), output.tokens, scores[index // self.details.n :][:1]),
             token_ids=output.token_ids,
             output=output,
             finish_reason=calls.finish_reason(output),
@@ -286,7 +283,7 @@ class CompletionWriter(Writer):
     def _chunk(self, index: int, content: Json, **parts: Any) -> Json:
         chunk = {**self.head, "object": self.form.chunk, "choices": [self._choice(index, content, **parts)]}
         if self.details.continuous_usage:
-            chunk["usage"] = self._usage(sum(len(progress.token_ids) for progress in self._latest))
+            chunk["usage"] = self._usage(sum(len(progress.tokens) for progress in self._latest))
         elif self.details.include_usage:
             chunk["usage"] = None
         return chunk
@@ -326,18 +323,23 @@ class CompletionWriter(Writer):
         """The beginning of a choice's text: its prompt with echo, else nothing."""
         return self.details.echoed[index // self.details.n] if self.details.echoed else ""
 
-    def _token_probs(self) -> TokenProbs:
+    def _token_probs(self) -> TokenProbs | None:
+        """What makes the log probabilities of a choice; None if the answer has none."""
+        if self.details.logprobs is None:
+            return None
         params = self.choices[0].params
         is_truncated = params.top_p is not None or params.top_k is not None or params.min_p > 0
         is_truncated |= params.structured_outputs is not None
         return TokenProbs(self.tokenizer, is_truncated=is_truncated)
 
-    def _logprobs(self, tokens: Sequence[TokenProb], scores: Sequence[GenerationOutput] = ()) -> Json | None:
-        """Log probabilities of tokens; with ``scores`` of one prompt also those of ``details.texts``."""
+    def _logprobs(
+        self, probs: TokenProbs | None, new: TokenRun, scores: Sequence[GenerationOutput] = ()
+    ) -> Json | None:
+        """Log probabilities of the next tokens; with ``scores`` of one prompt also those of ``details.texts``."""
         asked = self.details.logprobs
         if asked is None:
             return None
-        logprobs = self.form.logprobs(tokens, with_top=asked > 0)
+        logprobs = self.form.logprobs([] if probs is None else probs.push(new), with_top=asked > 0)
         for output in scores:
             logprobs["choices"] = scored(self.details.texts, output)
         return logprobs

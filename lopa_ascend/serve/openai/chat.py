@@ -9,16 +9,16 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.config.files import shown
+from lopa_ascend.core import Request
 from lopa_ascend.serve.http.body import EMPTY, Body, unsupported
 from lopa_ascend.serve.http.encoding import Json
-from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.answer import (
     SCORED,
+    AnswerForm,
     AnyChoice,
     AnyCompletion,
     CompletionWriter,
     Details,
-    Form,
     ScoredText,
 )
 from lopa_ascend.serve.openai.fields import HARMLESS, HARMLESS_TEMPLATE, INSTEAD, MESSAGE, PART, ignoring
@@ -190,7 +190,7 @@ class ChatRequest(GenerationRequest):
         """The functions that the answer may call."""
         return chat_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
-    def plan(self, planner: Planner) -> list[AskedChoice]:
+    def plan(self, planner: Planner) -> list[Request]:
         if self.top_logprobs and not self.logprobs:
             raise ParameterError("top_logprobs", "needs logprobs: true")
         messages = [message.as_template_input() for message in self.messages]
@@ -205,10 +205,10 @@ class ChatRequest(GenerationRequest):
             with_logprobs=bool(self.logprobs),
         )
 
-    def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> CompletionWriter:
+    def writer(self, planner: Planner, model: str, choices: list[Request]) -> CompletionWriter:
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         with_ids, texts = bool(self.return_token_ids), texts_of(self, with_logprobs=bool(self.logprobs))
-        thinking = planner.prompts.thinking(choices[0].prompt_token_ids)
+        thinking = planner.prompts.thinking(choices[0].prompt)
         details = Details.of(
             self,
             with_ids=with_ids,
@@ -269,7 +269,7 @@ class ChatCompletion(AnyCompletion):
     choices: list[ChatChoice]
 
 
-class ChatForm(Form):
+class ChatForm(AnswerForm):
     """How chat completions are written."""
 
     id_prefix = "chatcmpl"

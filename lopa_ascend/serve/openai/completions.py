@@ -9,15 +9,15 @@ from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.config.files import shown
+from lopa_ascend.core import Request
 from lopa_ascend.serve.http.encoding import Json
-from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.answer import (
     SCORED,
+    AnswerForm,
     AnyChoice,
     AnyCompletion,
     CompletionWriter,
     Details,
-    Form,
     ScoredText,
 )
 from lopa_ascend.serve.openai.fields import HARMLESS
@@ -101,7 +101,7 @@ class CompletionRequest(GenerationRequest):
         super().complete_schema(schema)
         schema["properties"]["best_of"] = BEST_OF
 
-    def plan(self, planner: Planner) -> list[AskedChoice]:
+    def plan(self, planner: Planner) -> list[Request]:
         if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
             raise ParameterError("prompt", f"prompts times n must be at most {MAX_CHOICES}")
         if self.echo and self.logprobs is not None:
@@ -125,7 +125,7 @@ class CompletionRequest(GenerationRequest):
             rest_field="suffix",
         )
 
-    def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> CompletionWriter:
+    def writer(self, planner: Planner, model: str, choices: list[Request]) -> CompletionWriter:
         tokenizer, echoed = planner.prompts.tokenizer, list[str]()
         if self.echo and tokenizer is not None:
             echoed = [
@@ -166,7 +166,7 @@ class Completion(AnyCompletion):
     choices: list[CompletionChoice]
 
 
-class CompletionForm(Form):
+class CompletionForm(AnswerForm):
     """How completions are written."""
 
     id_prefix = "cmpl"

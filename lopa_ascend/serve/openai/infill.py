@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from lopa_ascend.config import ParameterError
+from lopa_ascend.core import Request
 from lopa_ascend.serve.http.body import Body
 from lopa_ascend.serve.http.encoding import Json
-from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.answer import AnyChoice, AnyCompletion, CompletionWriter, Details
 from lopa_ascend.serve.openai.completions import CompletionForm, CompletionLogprobs
 from lopa_ascend.serve.openai.logprobs import TokenProbs
@@ -19,7 +19,7 @@ from lopa_ascend.serve.openai.request import LOGPROB, GenerationRequest, Planner
 from lopa_ascend.serve.openai.structured import asked_form
 from lopa_ascend.serve.openai.tools import NO_TOOLS
 from lopa_ascend.text.gaps import Gap, pieces_of, whole_text
-from lopa_ascend.types import GenerationOutput, Progress, Update
+from lopa_ascend.types import GenerationOutput, Progress, TokenRun, Update
 
 MAX_PARTS = 1024
 """Most parts of a text."""
@@ -50,7 +50,7 @@ class InfillRequest(GenerationRequest):
         "tokens.",
     )
 
-    def plan(self, planner: Planner) -> list[AskedChoice]:
+    def plan(self, planner: Planner) -> list[Request]:
         if planner.prompts.tokenizer is None:
             raise ParameterError("parts", "needs a tokenizer, and the model has no tokenizer files")
         prompt, rest = pieces_of(_parts(self), planner.encode)
@@ -65,7 +65,7 @@ class InfillRequest(GenerationRequest):
             rest_field="parts",
         )
 
-    def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> InfillWriter:
+    def writer(self, planner: Planner, model: str, choices: list[Request]) -> InfillWriter:
         details = Details.of(self, with_ids=bool(self.return_token_ids), logprobs=self.logprobs)
         return InfillWriter(_parts(self), model, choices, details, planner.prompts.tokenizer)
 
@@ -124,30 +124,28 @@ class InfillWriter(CompletionWriter):
     def __init__(self, parts: Sequence[str | Gap], *arguments: Any):
         super().__init__(INFILL, *arguments)
         self._parts = parts
-        self._probs_by_gap = defaultdict[tuple[int, int], TokenProbs](self._token_probs)
+        self._probs_by_gap = defaultdict[tuple[int, int], TokenProbs | None](self._token_probs)
 
     def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
         before, self._latest[index] = self._latest[index].gaps, progress
         first = max(0, len(before) - 1)
         chunks = []
         for gap, now in enumerate(progress.gaps[first:], first):
-            chunks += self._news(index, gap, before[gap] if gap < len(before) else Progress((), ""), now)
+            chunks += self._news(index, gap, before[gap] if gap < len(before) else Progress(TokenRun(), ""), now)
         return chunks
 
     def _news(self, index: int, gap: int, before: Progress, now: Progress) -> list[Json]:
         """The chunk with what is new in a gap, if anything is."""
-        known, text = len(before.token_ids), now.text[len(before.text) :]
-        token_ids = now.token_ids[known:]
+        new, text = now.tokens[len(before.tokens) :], now.text[len(before.text) :]
         ended = now.output if before.output is None else None
-        if not (text or token_ids or ended):
+        if not (text or new or ended):
             return []
-        probs = self._probs_by_gap[index, gap].push(token_ids, now.max_probs[known:], now.alternatives[known:])
         return [
             self._chunk(
                 index,
                 {"gap": gap, "text": text},
-                logprobs=self._logprobs(probs),
-                token_ids=token_ids,
+                logprobs=self._logprobs(self._probs_by_gap[index, gap], new),
+                token_ids=new.ids,
                 output=ended,
                 finish_reason=None if ended is None else ended.finish_reason,
             )
@@ -161,10 +159,9 @@ class InfillWriter(CompletionWriter):
         return choice
 
     def _filled(self, gap: GenerationOutput) -> Json:
-        tokens = self._token_probs().push(gap.token_ids, gap.max_probs, gap.alternatives)
         filled = {
             "text": gap.text,
-            "logprobs": self._logprobs(tokens),
+            "logprobs": self._logprobs(self._token_probs(), gap.tokens),
             "finish_reason": gap.finish_reason,
             "stop_reason": gap.stop_reason,
         }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lopa_ascend.text.tokenizer import Tokenizer
-from lopa_ascend.types import Alternatives, GenerationOutput
+from lopa_ascend.types import Alternatives, GenerationOutput, TokenRun
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have. Other servers send the same number."""
@@ -60,13 +60,10 @@ class TokenProbs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
-    def push(
-        self, token_ids: Sequence[int], probs: Sequence[float], alternatives: Sequence[Alternatives] = ()
-    ) -> list[TokenProb]:
-        """Takes the next tokens, the probabilities at which they were filled, and, if the request asked for them, the
-        most probable tokens of their positions."""
-        lists = alternatives or [()] * len(token_ids)
-        return [self._next(*item) for item in zip(token_ids, probs, lists, strict=True)]
+    def push(self, tokens: TokenRun) -> list[TokenProb]:
+        """Takes the next tokens."""
+        lists = tokens.alternatives or [()] * len(tokens)
+        return [self._next(*item) for item in zip(tokens.ids, tokens.probs, lists, strict=True)]
 
     def _next(self, token: int, prob: float, alternatives: Alternatives) -> TokenProb:
         offset = self._offset

@@ -22,9 +22,9 @@ from lopa_ascend.config.combinations import IN_JSON
 from lopa_ascend.config.errors import FieldPath
 from lopa_ascend.config.files import shown
 from lopa_ascend.config.kinds import INT64_MIN, MAX_TOKEN_IDS
+from lopa_ascend.core import Request
 from lopa_ascend.serve.http.body import Body
 from lopa_ascend.serve.http.encoding import Json, Writer
-from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.decoding_fields import with_decoding_parameters
 from lopa_ascend.serve.openai.fields import HARMLESS, INSTEAD, REQUEST, STREAM_OPTIONS, ignoring
 from lopa_ascend.serve.openai.structured import AskedForm, asked_form, calling_form, placed
@@ -80,7 +80,7 @@ class AnsweredRequest(Body):
         return self.always_streams
 
     @abstractmethod
-    def plan(self, planner: Planner) -> list[AskedChoice]:
+    def plan(self, planner: Planner) -> list[Request]:
         """The choices that the request asks for, ``n`` for each prompt.
 
         Raises:
@@ -88,7 +88,7 @@ class AnsweredRequest(Body):
         """
 
     @abstractmethod
-    def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> Writer:
+    def writer(self, planner: Planner, model: str, choices: list[Request]) -> Writer:
         """Writes the answer. ``model`` is the name of the served model."""
 
 
@@ -162,7 +162,7 @@ class Planner:
         variables: Json | None = None,
         effort: str | None = None,
         with_logprobs: bool = False,
-    ) -> list[AskedChoice]:
+    ) -> list[Request]:
         """The choices for a conversation, which came in the field ``field``.
 
         Args:
@@ -214,7 +214,7 @@ class Planner:
         with_logprobs: bool = False,
         rest: Sequence[Piece] = (),
         rest_field: str = "",
-    ) -> list[AskedChoice]:
+    ) -> list[Request]:
         """The choices for several prompts.
 
         Args:
@@ -234,14 +234,15 @@ class Planner:
             asked["top_logprobs"], sent_as["top_logprobs"] = top_logprobs, "logprobs"
         if form is not None:
             asked["structured_outputs"], sent_as["structured_outputs"] = form.parameter, form.field
+        texts = [tuple(prompt) for prompt in prompts]  # one object in all choices of a prompt
         try:
             _check_sizes(asked, len(prompts) * (request.n or 1))
             self.prompts.check_thinking(asked, is_conversation=request.is_conversation)
-            choices = self._answers(request, asked, prompts, rest, rest_field)
+            choices = self._answers(request, asked, texts, rest, rest_field)
             if with_logprobs:
                 _check_logprobs(choices)
                 if form is not None and form.kind == "choice":
-                    choices += [self.scored(prompt, form.value, form.field) for prompt in prompts]
+                    choices += [self.scored(prompt, form.value, form.field) for prompt in texts]
         except ParameterError as error:
             if error.path[0] == "structured_outputs" and form is not None:
                 raise placed(error, form.field) from None
@@ -252,14 +253,12 @@ class Planner:
         self,
         request: GenerationRequest,
         asked: Mapping[str, Any],
-        prompts: list[list[int]],
+        prompts: Sequence[tuple[int, ...]],
         rest: Sequence[Piece],
         rest_field: str,
-    ) -> list[AskedChoice]:
+    ) -> list[Request]:
         """The choices that are answers, ``n`` for each prompt. Prompts of one length share their parameters."""
         fitting = dict[int, tuple[DecodingParams, GappedText | None]]()
-        given = [len(piece) for piece in rest if isinstance(piece, list)]
-        num_given, num_gaps = sum(given), len(rest) - len(given)
         choices = []
         for prompt in prompts:
             if len(prompt) not in fitting:
@@ -267,8 +266,7 @@ class Planner:
                 fitting[len(prompt)] = self._fit(asked, len(prompt), rest, rest_field, thinking)
             params, gapped = fitting[len(prompt)]
             for index in range(request.n or 1):
-                own = _with_own_seed(params, index)
-                choices.append(AskedChoice(prompt, own, gapped=gapped, num_given=num_given, num_gaps=num_gaps))
+                choices.append(Request("", prompt, _with_own_seed(params, index), gapped=gapped))
         return choices
 
     def _fit(
@@ -299,7 +297,7 @@ class Planner:
             raise error.renamed(dict.fromkeys(("gaps", "max_new_tokens"), rest_field)) from None
         return params, gapped
 
-    def scored(self, prompt: list[int], texts: Sequence[str], field: FieldPath) -> AskedChoice:
+    def scored(self, prompt: Sequence[int], texts: Sequence[str], field: FieldPath) -> Request:
         """What asks how probable texts, which came in the field ``field``, are after a prompt."""
         continuations = [tuple(self.encode(text, (*field, index))) for index, text in enumerate(texts)]
         if (total := sum(map(len, continuations))) > MAX_SCORED:
@@ -311,7 +309,7 @@ class Planner:
             self.limits.check_continuations(len(prompt), params, continuations)
         except ParameterError as error:
             raise error.renamed(dict.fromkeys(("continuations", "max_new_tokens"), field)) from None
-        return AskedChoice(prompt, params, tuple(continuations))
+        return Request("", tuple(prompt), params, continuations=tuple(continuations))
 
     def _params(self, asked: Mapping[str, Any], prompt_tokens: int, num_gaps: int = 1) -> DecodingParams:
         """The request's own parameters, and the defaults for all others unless a default contradicts the request.
@@ -389,7 +387,7 @@ def _num_ids(words: Sequence[str | Sequence[int]]) -> int:
     return total
 
 
-def _check_logprobs(choices: Sequence[AskedChoice]) -> None:
+def _check_logprobs(choices: Sequence[Request]) -> None:
     """Raises ParameterError if the choices of a request can have too many log probabilities together."""
     total = sum(choice.params.max_new_tokens * (1 + choice.params.top_logprobs) for choice in choices)
     if total > MAX_LOGPROBS:

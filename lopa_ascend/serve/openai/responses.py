@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, Tag
 
 from lopa_ascend.config.files import shown
+from lopa_ascend.core import Request
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body, unsupported
 from lopa_ascend.serve.http.encoding import Json, Writer, as_line
-from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.answer import LopaStats
 from lopa_ascend.serve.openai.chat import Content, Message, joined
 from lopa_ascend.serve.openai.fields import CALL_ITEM, HARMLESS, REASONING_ITEM, ignoring
@@ -257,7 +257,7 @@ class ResponseRequest(GenerationRequest):
     def tidy(cls, values: dict[str, Any]) -> None:
         tidy_tools(values)
 
-    def plan(self, planner: Planner) -> list[AskedChoice]:
+    def plan(self, planner: Planner) -> list[Request]:
         response_format = text_form(self.text.format if self.text else None)
         messages = self.as_template_input()
         return planner.conversation(
@@ -270,9 +270,9 @@ class ResponseRequest(GenerationRequest):
             effort=self.reasoning.effort if self.reasoning else None,
         )
 
-    def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> ResponseWriter:
+    def writer(self, planner: Planner, model: str, choices: list[Request]) -> ResponseWriter:
         (choice,) = choices
-        return ResponseWriter(model, self, choice, planner.prompts.thinking(choice.prompt_token_ids))
+        return ResponseWriter(model, self, choice, planner.prompts.thinking(choice.prompt))
 
 
 # ---- the answer, as /openapi.json documents it -----------------------------------------------------------------------
@@ -410,7 +410,7 @@ class ResponseWriter(Writer):
 
     end = b""
 
-    def __init__(self, model: str, request: ResponseRequest, choice: AskedChoice, thinking: Thinking | None = None):
+    def __init__(self, model: str, request: ResponseRequest, choice: Request, thinking: Thinking | None = None):
         self._num_events = 0
         self.id = f"resp_{uuid.uuid4().hex}"
         self._thinking = thinking
@@ -424,7 +424,7 @@ class ResponseWriter(Writer):
         """Which of these is the message."""
         self._last_call = 0
         """Which of these is the last call."""
-        self._num_prompt = len(choice.prompt_token_ids)
+        self._num_prompt = len(choice.prompt)
         params = choice.params
         reasoning = request.reasoning or Reasoning()
         verbosity = request.text.verbosity if request.text else None
@@ -602,7 +602,7 @@ class ResponseWriter(Writer):
     def _finished(self, output: GenerationOutput) -> Json:
         """The response at its end."""
         status = STATUS[output.finish_reason]
-        tokens = len(output.token_ids)
+        tokens = len(output.tokens)
         reasoning = 0 if self._thinking is None else num_reasoning_tokens(self._thinking, output)
         return {
             **self._unfinished(status, self._output(status)),

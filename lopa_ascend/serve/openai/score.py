@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from lopa_ascend.config import ParameterError
+from lopa_ascend.core import Request
 from lopa_ascend.serve.http.encoding import Json, Writer
-from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.answer import ScoredText
 from lopa_ascend.serve.openai.chat import Message
 from lopa_ascend.serve.openai.fields import REQUEST, ignoring
@@ -45,7 +45,7 @@ class ScoreRequest(AnsweredRequest):
     def texts(self) -> list[str]:
         return [self.text_2] if isinstance(self.text_2, str) else self.text_2
 
-    def plan(self, planner: Planner) -> list[AskedChoice]:
+    def plan(self, planner: Planner) -> list[Request]:
         if (self.text_1 is None) == (self.messages is None):
             problem = "is missing; give text_1 or messages" if self.messages is None else "cannot be with messages"
             raise ParameterError("text_1", problem)
@@ -61,7 +61,7 @@ class ScoreRequest(AnsweredRequest):
         pairs = zip(prompts, self.texts, strict=True)
         return [planner.scored(prompt, [text], ("text_2", index)) for index, (prompt, text) in enumerate(pairs)]
 
-    def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> ScoreWriter:
+    def writer(self, planner: Planner, model: str, choices: list[Request]) -> ScoreWriter:
         return ScoreWriter(model, self.texts, choices)
 
 
@@ -97,10 +97,10 @@ class ScoreWriter(Writer):
         choices: one for all, or one for each.
     """
 
-    def __init__(self, model: str, texts: Sequence[str], choices: Sequence[AskedChoice]):
+    def __init__(self, model: str, texts: Sequence[str], choices: Sequence[Request]):
         self.id = f"score-{uuid.uuid4().hex}"
         self._texts, self._model, self._created = texts, model, int(time.time())
-        self._num_prompt = sum(len(choice.prompt_token_ids) for choice in choices)
+        self._num_prompt = sum(len(choice.prompt) for choice in choices)
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
         if len(outputs) == 1:

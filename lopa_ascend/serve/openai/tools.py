@@ -296,7 +296,7 @@ def _tools_of(functions: Mapping[int, Function], place: FieldPath, choice: AnyCh
         functions = {index: function for index, function in functions.items() if function.name in names.values()}
     if mode == "required" and not functions:
         raise ParameterError("tool_choice", "'required' needs tools")
-    return NO_TOOLS if mode == "none" else Tools(functions, mode, parallel, place=place)
+    return Tools(functions, mode, parallel, place=place) if functions and mode != "none" else NO_TOOLS
 
 
 def _names_in(choice: NamingChoice | ChatAllowed) -> dict[FieldPath, str]:
@@ -384,7 +384,7 @@ class Calls:
     """
 
     def __init__(self, tools: Tools, thinking: Thinking | None = None):
-        self._reasoning = ReasoningReader(thinking)
+        self._reasoning = None if thinking is None else ReasoningReader(thinking)
         self._reader = tools.reader()
         self._ids: list[str] = []
         """Of the calls that have been sent."""
@@ -394,7 +394,8 @@ class Calls:
     @property
     def has_thought(self) -> bool:
         """Whether the model has thought, and answers now."""
-        return self._reasoning.has_thought and self._reasoning.begin is not None
+        reader = self._reasoning
+        return reader is not None and reader.has_thought and reader.begin is not None
 
     def push(self, text: str, *, is_final: bool) -> tuple[str, str, list[Json]]:
         """What is new: of the reasoning, of the text beside calls, and of calls. A call's first piece has its name, and
@@ -404,8 +405,10 @@ class Calls:
             text: of the model, so far.
             is_final: nothing follows.
         """
-        reasoning = self._reasoning.push(text, is_final=is_final)
-        begin = len(text) if self._reasoning.begin is None else self._reasoning.begin
+        reasoning, begin = "", 0
+        if self._reasoning is not None:
+            reasoning = self._reasoning.push(text, is_final=is_final)
+            begin = len(text) if self._reasoning.begin is None else self._reasoning.begin
         new = self._reader.push(text[begin:], is_final=is_final)
         pieces = []
         for index, call in enumerate(self._reader.calls[max(0, len(self._ids) - 1) :], max(0, len(self._ids) - 1)):

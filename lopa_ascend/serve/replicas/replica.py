@@ -17,7 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import lopa_ascend
 from lopa_ascend.backend import find_device
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.engine.commands import Abort, Generate
+from lopa_ascend.core import Request
+from lopa_ascend.engine.commands import Abort
 from lopa_ascend.parallel.launch import LOCALHOST, RankProcess, Rendezvous, follower_command, free_port
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.link.messages import Stepped, decode_to_engine, encode_message
@@ -127,7 +128,7 @@ class Replica:
         """Generates a choice; ends it if the caller goes away. The router reads ``tokens`` and ``prompt``.
 
         Args:
-            message: a ``Generate``.
+            message: a ``Request``.
             tokens: of the prompt and, at most, of the answer.
             prompt: a number that prompts have in common which share cached tokens, and how many these are.
 
@@ -135,7 +136,7 @@ class Replica:
             ``Stepped`` messages with the choice's updates.
         """
         asked = decode_to_engine(message)
-        assert isinstance(asked, Generate), asked
+        assert isinstance(asked, Request), asked
         name = asked.request_id
         if name in self._choices:  # a caller that has lost this replica for a moment begins again
             self._engine.send(Abort(name))

@@ -9,7 +9,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from lopa_ascend.engine.commands import Abort, Generate
+from lopa_ascend.core import Request
+from lopa_ascend.engine.commands import Abort
 from lopa_ascend.serve.link.messages import (
     FromEngine,
     Left,
@@ -58,15 +59,15 @@ class Replicas:
 
     def send(self, message: ToEngine) -> None:
         """Gives a choice to some replica, or ends one."""
-        if isinstance(message, Generate):
+        if isinstance(message, Request):
             self._choices[message.request_id] = asyncio.create_task(self._run(message))
         elif isinstance(message, Abort) and (task := self._choices.pop(message.request_id, None)) is not None:
             task.cancel()
 
-    async def _run(self, asked: Generate) -> None:
+    async def _run(self, asked: Request) -> None:
         """Passes on what a replica generates; says so if the replica ends."""
-        length, engine = len(asked.prompt_token_ids), ""
-        prefix = tuple(asked.prompt_token_ids[: self._prefix])
+        length, engine = len(asked.prompt), ""
+        prefix = asked.prompt[: self._prefix]
         stream = self._generate.remote(
             encode_message(asked),
             tokens=length + asked.params.max_new_tokens,

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from lopa_ascend import LLM
 from lopa_ascend.config import DecodingParams, EngineConfig
+from lopa_ascend.core import Request
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.engine.ranks import follow
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, free_port
@@ -174,7 +175,7 @@ def traffic(job: TrafficJob) -> list[Step]:
         engine.lead()
         recorder = Recorder(engine)
         for index, (prompt, params) in enumerate(job.requests):
-            engine.add(str(index), prompt, params)
+            engine.add(Request(str(index), tuple(prompt), params))
         with tqdm(total=len(job.requests), desc="problems", disable=None, leave=False) as bar:
             while engine.has_work():
                 bar.update(sum(update.finish_reason is not None for update in engine.step()))

@@ -1,0 +1,92 @@
+"""Makes the sequences of requests that the scheduler admits, with their grammars."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from lopa_ascend.config import ModelConfig
+from lopa_ascend.config.decoding import banned_ids
+from lopa_ascend.core import Request, Sequence
+from lopa_ascend.decode import begin
+from lopa_ascend.decode.bad_words import BadWords
+from lopa_ascend.decode.constraint import Constraint, Matcher
+from lopa_ascend.decode.masked import begin_masked
+from lopa_ascend.decode.thinking import ThinkingMatcher
+from lopa_ascend.kv.pages import PageTables
+from lopa_ascend.kv.prefix_cache import Prefix
+from lopa_ascend.runner.runner import Runner
+from lopa_ascend.text.grammars import CompiledGrammar, Grammars
+from lopa_ascend.text.tokenizer import Tokenizer
+from lopa_ascend.types import Scoring
+
+
+class Starter:
+    """See the module. It does not refer to the engine.
+
+    Attributes:
+        compiler: of grammars, in threads; None without a tokenizer.
+        grammars: by request id, of requests that have not begun. They are compiled before ``begin``.
+
+    Args:
+        num_token_ids: token ids from this one on do not exist in the tokenizer.
+    """
+
+    def __init__(self, runner: Runner, model: ModelConfig, tokenizer: Tokenizer | None, num_token_ids: int) -> None:
+        self.grammars: dict[str, CompiledGrammar] = {}
+        self._runner, self._model, self._num_token_ids = runner, model, num_token_ids
+        self.compiler = None if tokenizer is None else Grammars(tokenizer)
+
+    def begin(self, request: Request, page_tables: PageTables, entry: Prefix | None) -> Sequence:
+        """Makes the sequence of an admitted request, with its first ``plan``.
+
+        Args:
+            entry: what of the prompt is cached, if any of it is: then the pages already hold the keys and values of
+                these positions.
+        """
+        params, mask = request.params, self._model.mask_token_id
+        eos = params.eos_ids_or(self._model.eos_token_ids)
+        words, num_cached = banned_ids(params), 0 if entry is None else len(entry.tokens)
+        assert len(words) == len(params.bad_words), "the engine knows no text"
+        constraint = self._constraint(request, eos)
+        make = begin_masked if request.continuations else partial(begin, constraint=constraint, gapped=request.gapped)
+        sequence = Sequence(
+            request=request,
+            strategy=make(request.prompt, params, mask, frozenset(eos), num_cached, request.properties),
+            scoring=self._scoring(request, eos),
+            page_tables=page_tables,
+            bad_words=BadWords(words, mask) if words else None,
+            num_cached=num_cached,
+            last_hidden=None if entry is None else entry.last_hidden,
+        )
+        self._runner.start(sequence)
+        return sequence
+
+    def _constraint(self, request: Request, eos: tuple[int, ...]) -> Constraint | None:
+        """The request's grammar at its beginning, which is compiled by now."""
+        if (grammar := self.grammars.pop(request.request_id, None)) is None:
+            return None
+        assert request.params.structured_outputs is not None
+        ends = [token for token in (*eos, *request.params.stop_token_ids) if token < self._num_token_ids]
+        matcher: Matcher = grammar.matcher(ends)
+        if (thinking := request.params.structured_outputs.thinking) is not None:
+            matcher = ThinkingMatcher(matcher, thinking, self._num_token_ids)
+        return Constraint(matcher, ends)
+
+    def _scoring(self, request: Request, eos: tuple[int, ...]) -> Scoring:
+        """How the logits of a request are scored. Fields without effect keep their defaults, so that more requests are
+        scored together."""
+        params = request.params
+        bans_eos = params.min_new_tokens > 0
+        assert params.seed is not None or not params.temperature, "the engine draws a seed where a request has none"
+        return Scoring(
+            confidence=params.ranking,
+            mask=self._model.mask_token_id,
+            num_token_ids=self._num_token_ids,
+            eos=(*eos, *params.stop_token_ids) if bans_eos else (),
+            min_position=len(request.prompt) + params.min_new_tokens if bans_eos else 0,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            seed=params.seed or 0 if params.temperature else 0,
+        )
