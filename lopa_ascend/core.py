@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.decode.bad_words import BadWords
+from lopa_ascend.decode.filters import Filter
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, worst_case
 from lopa_ascend.text.grammars import CompiledGrammar
@@ -77,8 +77,8 @@ class Sequence:
     """Positions of the prompt whose keys and values came from the prefix cache."""
     last_hidden: Tensor | None = None
     """Normed hidden state [hidden] of the last committed position, which predicts the first position of the window."""
-    bad_words: BadWords | None = None
-    """What the answer may not contain; None if the request bans nothing."""
+    filters: tuple[Filter, ...] = ()
+    """What the request keeps out of its answer."""
     plan: SequencePlan | None = None
     """The next forward pass; None when the sequence is done or has failed."""
     error: str | None = None

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from lopa_ascend.backend.memory import free_memory, is_out_of_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, ModelConfig, ParameterError
-from lopa_ascend.config.decoding import banned_ids
 from lopa_ascend.config.kinds import format_size
 from lopa_ascend.core import Request, Result, Sequence, Step
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.decode.constraint import Constraint, Matcher
+from lopa_ascend.decode.filters import filters_for
 from lopa_ascend.decode.masked import begin_masked
 from lopa_ascend.decode.thinking import ThinkingMatcher
 from lopa_ascend.engine.commands import Abort, Admit, Generate, StartProfile, StopProfile
@@ -559,8 +558,6 @@ def start_sequence(
     """
     eos = request.params.eos_ids_or(model.eos_token_ids)
     num_cached = 0 if entry is None else entry.num_positions
-    words, properties = banned_ids(request.params), request.properties
-    assert len(words) == len(request.params.bad_words), "the engine knows no text"
     constraint = None
     if request.grammar is not None:
         assert request.params.structured_outputs is not None
@@ -569,14 +566,14 @@ def start_sequence(
         if (thinking := request.params.structured_outputs.thinking) is not None:
             matcher = ThinkingMatcher(matcher, thinking, num_token_ids)
         constraint = Constraint(matcher, ends)
-    start = (request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached, properties)
+    start = (request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached, request.properties)
     strategy = begin_masked(*start) if request.continuations else begin(*start, constraint, request.gapped)
     sequence = Sequence(
         request=request,
         strategy=strategy,
-        scoring=_scoring(request, model.mask_token_id, num_token_ids, eos),
+        scoring=_scoring(request, model.mask_token_id, num_token_ids),
         page_tables=page_tables,
-        bad_words=BadWords(words, model.mask_token_id) if words else None,
+        filters=filters_for(request.params, model.mask_token_id, (*eos, *request.params.stop_token_ids)),
         num_cached=num_cached,
         last_hidden=None if entry is None else entry.last_hidden,
     )
@@ -584,11 +581,10 @@ def start_sequence(
     return sequence
 
 
-def _scoring(request: Request, mask: int, num_token_ids: int, eos: tuple[int, ...]) -> Scoring:
+def _scoring(request: Request, mask: int, num_token_ids: int) -> Scoring:
     """How the logits of a request are scored. Fields without effect keep their defaults, so that more requests are
     scored together."""
     params = request.params
-    bans_eos = params.min_new_tokens > 0
     seed = 0
     if params.temperature:
         assert params.seed is not None, "the engine draws a seed where a request has none"
@@ -597,8 +593,6 @@ def _scoring(request: Request, mask: int, num_token_ids: int, eos: tuple[int, ..
         confidence=params.ranking,
         mask=mask,
         num_token_ids=num_token_ids,
-        eos=(*eos, *params.stop_token_ids) if bans_eos else (),
-        min_position=len(request.prompt) + params.min_new_tokens if bans_eos else 0,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
