@@ -98,19 +98,6 @@ class Sequence:
     canvas_positions: int = 0
     """Positions of the answer in the rows of all branches and forward passes, on all ranks."""
 
-    # ---- in compiled steps; blocks are generated ones, from 0 on ----------------------------------------------------
-
-    eager_reason: str | None = None
-    """The field of the request that no graph supports; None if graphs can decode the sequence."""
-    seat: int | None = None
-    """Index of the sequence's state and parameters in ``graph.seats``; None while it has none."""
-    window_start: int = 0
-    """First block of the last launched window."""
-    window_blocks: int = 0
-    """Blocks of the bucket in which that window was launched."""
-    in_flight: int | None = None
-    """Number of the launch whose result has not been read yet; None if there is none."""
-
     @property
     def request_id(self) -> str:
         return self.request.request_id
