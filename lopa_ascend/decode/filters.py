@@ -12,8 +12,6 @@ from typing import Protocol
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.decoding import banned_ids
 
-NOTHING = frozenset[int]()
-
 
 class Filter(Protocol):
     """Says what may not be filled in."""
@@ -61,7 +59,7 @@ class EarlyEnds:
         self._ends, self._num_places = frozenset(ends), num_places
 
     def banned(self, answer: Sequence[int], first: int) -> list[frozenset[int]]:
-        return [self._ends if place < self._num_places else NOTHING for place in range(first, len(answer))]
+        return [self._ends if place < self._num_places else frozenset() for place in range(first, len(answer))]
 
 
 class BadWords:

@@ -43,14 +43,14 @@ def bans_for(sequence: Sequence, part: Part, device: torch.device) -> Bans | Non
 
 def _allowed(sequence: Sequence, part: Part) -> list[int]:
     """What the grammar allows at each position, 0 for all tokens. It speaks of each branch's first masked position."""
-    strategy, share, allowed_at = sequence.strategy, part.share, dict[tuple[int, int], int]()
-    if strategy.constraint is not None:
-        allowed = [strategy.allowed(row) if row.masked else 0 for row in share.plan.rows]
-        for number, (row, branch) in enumerate(zip(share.rows, share.branches, strict=True)):
-            if row.masked:
-                # The hidden state of a position that several rows share is listed with the first of them. They have
-                # the same tokens before it.
-                allowed_at[number, row.masked[0]] = allowed[branch]
+    strategy, share = sequence.strategy, part.share
+    if strategy.constraint is None:
+        return [0] * len(part.positions)
+    allowed = [strategy.allowed(row) if row.masked else 0 for row in share.plan.rows]
+    # The hidden state of a position that several rows share is listed with the first of them. They have the same tokens
+    # before it.
+    rows = enumerate(zip(share.rows, share.branches, strict=True))
+    allowed_at = {(number, row.masked[0]): allowed[branch] for number, (row, branch) in rows if row.masked}
     places = zip(part.predicted_rows.tolist(), part.positions.tolist(), strict=True)
     return [allowed_at.get(place, 0) for place in places]
 

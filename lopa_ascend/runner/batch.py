@@ -184,6 +184,7 @@ def _part(share: Share, spans: Sequence[Span], row_tokens: list[Indices], logit_
     by_row = np.split(inverse, np.cumsum(num_masked)[:-1])
     by_branch = sorted(range(len(by_row)), key=share.branches.__getitem__)
     starts_before = BEFORE_WINDOW in predicting[:1]
+    num_new, committing = share.plan.num_new, row_tokens if share.plan.winner_commits else row_tokens[-1:]
     return Part(
         share=share,
         num_computed=sum(span.length for span in spans),
@@ -192,7 +193,7 @@ def _part(share: Share, spans: Sequence[Span], row_tokens: list[Indices], logit_
         positions=np.concatenate(masked_by_row)[first_use],
         predicted_rows=rows[first_use],
         order=np.concatenate([by_row[row] for row in by_branch]),
-        committing=_last_committing(share, row_tokens),
+        committing=np.array([tokens[num_new - 1] for tokens in committing if num_new], dtype=np.int64),
     )
 
 
@@ -200,13 +201,6 @@ def _tokens_at(row: RowPlan, tokens: Indices, positions: Indices) -> Indices:
     """The tokens of a row at some positions; the first of these may lie before it."""
     offsets = positions - row.start
     return np.where(offsets < 0, BEFORE_WINDOW, tokens[np.maximum(offsets, 0)])
-
-
-def _last_committing(share: Share, row_tokens: list[Indices]) -> Indices:
-    """See ``Part.committing``."""
-    plan = share.plan
-    rows = row_tokens if plan.winner_commits else row_tokens[-1:]
-    return np.array([tokens[plan.num_new - 1] for tokens in rows if plan.num_new], dtype=np.int64)
 
 
 def _writes(share: Share, row_tokens: list[Indices], pages: PageTables) -> tuple[Indices, Indices]:
