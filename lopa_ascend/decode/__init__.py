@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lopa_ascend.config import DecodingParams, add_decoding, find_decoding
+from lopa_ascend.config import DecodingParams, add_decoding
+from lopa_ascend.decode.block_pipeline import BlockPipeline
 from lopa_ascend.decode.canvas import Canvas, Parallel
 from lopa_ascend.decode.constraint import Constraint
-from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.fast_dllm import FastDllm
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
 from lopa_ascend.decode.lopa import Lopa, LopaFastDllm, LopaFastDllmV2, LopaParallel
@@ -21,23 +21,9 @@ from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
 from lopa_ascend.types import DREAM, GappedText, ModelProperties
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    "lopa": Lopa,
-    "d2f": D2F,
-    "parallel": Parallel,
-    "vanilla": Vanilla,
-    "fast_dllm": FastDllm,
-    "fast_dllm_v2": FastDllmV2,
-}
-"""By ``DecodingParams.decoding``."""
-BRANCH_ACCEPTANCES: dict[str, type[Lopa]] = {"published": Lopa, "verified": VerifiedLopa, "exact": ExactLopa}
-"""What decodes as "lopa" over "d2f", by ``DecodingParams.branch_acceptance``."""
-LOPA_OVER: dict[str, type[Strategy]] = {
-    "parallel": LopaParallel,
-    "fast_dllm": LopaFastDllm,
-    "fast_dllm_v2": LopaFastDllmV2,
-}
-"""What decodes as "lopa" over other decodings, by ``DecodingParams.base``."""
+add_decoding("lopa", Lopa, VerifiedLopa, ExactLopa, LopaParallel, LopaFastDllm, LopaFastDllmV2)
+for strategy in (BlockPipeline, Parallel, Vanilla, FastDllm, FastDllmV2):
+    add_decoding(strategy.base, strategy)
 
 
 def begin(
@@ -52,14 +38,7 @@ def begin(
 ) -> Strategy:
     """The strategy that ``params`` names, at the start of a sequence; for the arguments see ``Strategy``, for the
     last one ``Canvas``."""
-    strategy: type[Strategy] | None
-    if params.decoding != "lopa":
-        strategy = STRATEGIES.get(params.decoding) or find_decoding(params.decoding)
-    elif params.base == "d2f":
-        strategy = BRANCH_ACCEPTANCES[params.branch_acceptance]
-    else:
-        strategy = LOPA_OVER[params.base]
-    assert strategy is not None, "DecodingParams checks the name"
+    strategy: type[Strategy] = params.strategy
     if gapped is not None:
         assert issubclass(strategy, Canvas), "Limits.check_gaps refuses the others"
         return strategy(prompt, params, mask, eos, num_committed, properties, constraint, gapped)
@@ -71,11 +50,11 @@ def register_decoding(name: str, strategy: type[Strategy]) -> None:
 
     Args:
         name: the value of ``DecodingParams.decoding`` that selects it.
-        strategy: how a sequence is decoded. Its attribute ``like`` names the built-in decoding whose parameters it
-            accepts. If that is "lopa", requests may ask for lookahead branches. ``parameters`` declares further ones.
+        strategy: how a sequence is decoded. It has the parameters of the class that it inherits from, and may declare
+            further ones.
 
     Raises:
-        ValueError: the name is taken, or ``like`` is not a built-in decoding.
+        ValueError: the name is taken, or what the class says about itself is incomplete.
         TypeError: ``strategy`` is not a subclass of ``Strategy``.
     """
     if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):

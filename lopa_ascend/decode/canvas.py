@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
+from typing import ClassVar
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.decode.acceptance import most_confident
+from lopa_ascend.config.kinds import Boolean
+from lopa_ascend.config.settings import research
+from lopa_ascend.decode.acceptance import COMBINATIONS, BlockParams, most_confident
 from lopa_ascend.decode.blocks import Block, Branch, threshold_count
 from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.decode.lengths import GapLengths
-from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.decode.strategy import Only, Strategy
 from lopa_ascend.types import (
     DREAM,
     BranchRecord,
@@ -48,6 +51,12 @@ class Canvas(Strategy):
     """
 
     fills_gaps = True
+    only: ClassVar[Only] = {"window_attention": ("full",)}
+
+    @classmethod
+    def fits(cls, properties: ModelProperties) -> bool:
+        """Those that attend to all positions."""
+        return not properties.is_block_causal
 
     def __init__(
         self,
@@ -224,6 +233,19 @@ class Canvas(Strategy):
         return not self.answer.masks if self._has_gaps else super().visible_is_final()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParallelParams(BlockParams):
+    """Parameters of decodings that fill a canvas block after block."""
+
+    eos_last: bool = research(
+        False,
+        Boolean(),
+        'with "parallel" and "fast_dllm": a token that ends the answer is filled only where no other position is '
+        "left to fill",
+        group=None,
+    )
+
+
 class Parallel(Canvas):
     """Block after block, from left to right: each pass fills what the acceptance rule lets through in the first block
     that has masks, and its most confident position if the rule lets nothing through (semi-autoregressive parallel
@@ -234,6 +256,13 @@ class Parallel(Canvas):
     far as ``tau_add`` opens them. With ``finish_at_eos`` a token that ends the answer is then repeated to the canvas's
     end (d3LLM, arXiv 2601.07568).
     """
+
+    description = "block after block of a canvas that is computed whole in every forward pass"
+    base = "parallel"
+    parameters = ParallelParams
+    own: ParallelParams
+    only: ClassVar[Only] = {"acceptance": ("threshold", "factor", "entropy")}
+    rules = COMBINATIONS
 
     @property
     def num_counted(self) -> int:
@@ -249,7 +278,7 @@ class Parallel(Canvas):
         are no masks."""
         first = next((i for i, block in enumerate(branch.blocks) if block.masks), len(branch.blocks))
         window = list(branch.blocks[first : first + 1])
-        for block in branch.blocks[first + 1 : first + (self.params.max_active_blocks or 1)]:
+        for block in branch.blocks[first + 1 : first + (self.own.max_active_blocks or 1)]:
             if window[-1].filled < threshold_count(self.params.tau_add, window[-1].length):
                 break
             window.append(block)
@@ -259,7 +288,7 @@ class Parallel(Canvas):
         """What the rule lets through. Fast-dLLM's "factor" for LLaDA takes the first prediction in any case, and the
         last one as soon as it comes to it."""
         accepted = super().accept(predicted)
-        takes_last = self.properties.fills_as_llada and self.params.acceptance == "factor"
+        takes_last = self.properties.fills_as_llada and self.own.acceptance == "factor"
         return list(predicted) if takes_last and max(1, len(accepted)) == len(predicted) - 1 else accepted
 
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
@@ -269,7 +298,7 @@ class Parallel(Canvas):
             in_block = predicted
             if len(window) > 1:
                 in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
-            eos_last = self.params.eos_last and self.constraint is None  # a grammar says where the answer ends
+            eos_last = self.own.eos_last and self.constraint is None  # a grammar says where the answer ends
             late = [fill for fill in in_block if fill.token in self.ends] if eos_last else []
             early = [fill for fill in in_block if fill not in late] if late else in_block
             wanted = min(self._num_wanted(block), len(in_block)) if block is window[0] else 0
@@ -286,7 +315,7 @@ class Parallel(Canvas):
         """Positions of the first block that the next pass must fill: 1, or with ``denoising_steps`` as many as the
         schedule lacks. After n passes it wants n shares of the block, the first ones one larger until these have the
         remainder."""
-        steps = self.params.denoising_steps
+        steps = self.own.denoising_steps
         if steps is None:
             return 1
         share, remainder = divmod(block.length, steps)
@@ -295,7 +324,7 @@ class Parallel(Canvas):
 
     def settle(self, branch: Branch) -> Branch:
         """Counts the pass in the blocks that are begun, and ends gaps."""
-        if self.params.denoising_steps is not None:
+        if self.own.denoising_steps is not None:
             blocks = (
                 replace(block, passes=block.passes + 1) if block.masks and block.filled else block
                 for block in branch.blocks

@@ -14,7 +14,7 @@ import pytest
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.engine.engine import Engine
-from lopa_ascend.text.output import OutputStream
+from lopa_ascend.text.output_stream import OutputStream
 from tests.e2e.batching import decisions, run
 from tests.tiers import slow_but
 from tests.tiny import write_dream, write_tokenizer

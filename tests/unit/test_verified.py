@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.config.combinations import fitting_defaults
-from lopa_ascend.config.parameters import BRANCH_ACCEPTANCES
-from lopa_ascend.decode import BRANCH_ACCEPTANCES as STRATEGIES
+from lopa_ascend.config.decodings import values_of
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.decode.lopa import Lopa
 from lopa_ascend.decode.verified import draft_ranks
 from lopa_ascend.types import RowPlan, RowResult, SequencePlan, StepRecord
 from tests.tiers import examples, slow_but
@@ -309,12 +308,15 @@ def test_drafts_of_several_tokens_must_be_confirmed() -> None:
     defaults = {"branch_acceptance": "exact", "lookahead_depth": 8}
     for asked in ({"branch_acceptance": "published"}, {"decoding": "parallel"}, {"base": "fast_dllm"}):
         assert "lookahead_depth" not in fitting_defaults(defaults, asked)
-    assert fitting_defaults(defaults, {"decoding": "d2f"}) == defaults
+    assert fitting_defaults(defaults, {"decoding": "d2f"}) == {}
 
 
 def test_every_branch_acceptance_has_a_strategy() -> None:
-    assert tuple(STRATEGIES) == BRANCH_ACCEPTANCES
-    assert type(begin([1], DecodingParams(decoding="d2f", branch_acceptance="exact"), MASK, frozenset())) is D2F
+    assert values_of("branch_acceptance") == ("published", "verified", "exact")
+    for name in values_of("branch_acceptance"):
+        strategy = begin([1], DecodingParams(branch_acceptance=name), MASK, frozenset())
+        assert isinstance(strategy, Lopa)
+        assert strategy.branch_acceptance == name
 
 
 def test_exact_with_sampling_is_refused() -> None:
