@@ -46,7 +46,7 @@ class Placement:
         return branch % self.size, branch // self.size
 
     def num_places(self, num_rows: int) -> int:
-        """Rows that all groups could evaluate in the time of ``num_rows``."""
+        """``num_rows``, rounded up to a full round of all groups."""
         return slots_for(num_rows, self.size) * self.size
 
     def sends_values(self, plan: SequencePlan) -> bool:

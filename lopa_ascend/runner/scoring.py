@@ -68,7 +68,7 @@ class Scorer:
         """The encoded predictions of hidden states [n, hidden] for the positions [n].
 
         Args:
-            job: the first of the batch, like which the others are scored.
+            job: the batch's first one; all its jobs are scored the same way.
             bans: of all of the batch.
         """
         num_rows, scoring, round_ = len(rows), job.scoring, job.round
