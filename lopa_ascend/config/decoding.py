@@ -199,6 +199,14 @@ class DecodingParams(UsualParams):
             max_new_tokens=longest,
         )
 
+    def changed(self, **values: Any) -> DecodingParams:
+        """A copy with other values, among them parameters that are the decoding's own.
+
+        Raises:
+            ParameterError: as for ``DecodingParams``.
+        """
+        return replace(self, **values)
+
     def with_valid(self, **values: Any) -> DecodingParams:
         """A copy with other values, which are known to be valid and to go with the rest: nothing is checked again.
         Copies for a thousand choices would otherwise take most of a second.

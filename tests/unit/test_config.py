@@ -98,7 +98,7 @@ def test_defaults_are_the_papers_gsm8k_row() -> None:
 )
 def test_wrong_values_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ParameterError, match=field) as error:
-        DecodingParams(**{field: value})  # type: ignore[arg-type]
+        DecodingParams(**{field: value})
     assert error.value.param == field
 
 

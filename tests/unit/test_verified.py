@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -240,7 +239,7 @@ def test_a_draft_without_masks_has_not_won() -> None:
     params = DecodingParams(block_size=4, max_new_tokens=4, num_branches=2)
     row = RowResult((1, 2, 3, 4), (0.95, 0.95, 0.95, 0.2), (0.95, 0.95, 0.95, 0.2))
     for acceptance, passes in (("published", 1), ("verified", 2), ("exact", 2)):
-        strategy = begin([1], replace(params, branch_acceptance=acceptance), MASK, frozenset())
+        strategy = begin([1], params.changed(branch_acceptance=acceptance), MASK, frozenset())
         plan = strategy.plan()
         assert plan is not None
         strategy.absorb(plan, [row], 0, 0)
