@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.decode.bad_words import BadWords
+from lopa_ascend.decode.filters import Filter
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, worst_case
 from lopa_ascend.types import DREAM, GappedText, ModelProperties, PageCopy, Scoring, SequencePlan, StepRecord
@@ -82,8 +82,8 @@ class Sequence:
     """Positions of the prompt whose keys and values came from the prefix cache."""
     last_hidden: Tensor | None = None
     """Normed hidden state [hidden] of the last committed position, which predicts the first position of the window."""
-    bad_words: BadWords | None = None
-    """What the answer may not contain; None if the request bans nothing."""
+    filters: tuple[Filter, ...] = ()
+    """What the request keeps out of its answer."""
     plan: SequencePlan | None = None
     """The next forward pass; None when the sequence is done or has failed."""
     error: str | None = None
@@ -102,19 +102,6 @@ class Sequence:
     """Tokens that this rank computed."""
     canvas_positions: int = 0
     """Positions of the answer in the rows of all branches and forward passes, on all ranks."""
-
-    # ---- in compiled steps; blocks are generated ones, from 0 on ----------------------------------------------------
-
-    eager_reason: str | None = None
-    """The field of the request that no graph supports; None if graphs can decode the sequence."""
-    seat: int | None = None
-    """Index of the sequence's state and parameters in ``graph.seats``; None while it has none."""
-    window_start: int = 0
-    """First block of the last launched window."""
-    window_blocks: int = 0
-    """Blocks of the bucket in which that window was launched."""
-    in_flight: int | None = None
-    """Number of the launch whose result has not been read yet; None if there is none."""
 
     @property
     def request_id(self) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from lopa_ascend.config import ModelConfig
-from lopa_ascend.config.decoding import banned_ids
 from lopa_ascend.core import Request, Sequence
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.decode.constraint import Constraint, Matcher
+from lopa_ascend.decode.filters import filters_for
 from lopa_ascend.decode.masked import begin_masked
 from lopa_ascend.decode.thinking import ThinkingMatcher
 from lopa_ascend.kv.pages import PageTables
@@ -45,16 +44,15 @@ class Starter:
         """
         params, mask = request.params, self._model.mask_token_id
         eos = params.eos_ids_or(self._model.eos_token_ids)
-        words, num_cached = banned_ids(params), 0 if entry is None else len(entry.tokens)
-        assert len(words) == len(params.bad_words), "the engine knows no text"
+        num_cached = 0 if entry is None else len(entry.tokens)
         constraint = self._constraint(request, eos)
         make = begin_masked if request.continuations else partial(begin, constraint=constraint, gapped=request.gapped)
         sequence = Sequence(
             request=request,
             strategy=make(request.prompt, params, mask, frozenset(eos), num_cached, request.properties),
-            scoring=self._scoring(request, eos),
+            scoring=self._scoring(request),
             page_tables=page_tables,
-            bad_words=BadWords(words, mask) if words else None,
+            filters=filters_for(params, mask, (*eos, *params.stop_token_ids)),
             num_cached=num_cached,
             last_hidden=None if entry is None else entry.last_hidden,
         )
@@ -72,18 +70,15 @@ class Starter:
             matcher = ThinkingMatcher(matcher, thinking, self._num_token_ids)
         return Constraint(matcher, ends)
 
-    def _scoring(self, request: Request, eos: tuple[int, ...]) -> Scoring:
+    def _scoring(self, request: Request) -> Scoring:
         """How the logits of a request are scored. Fields without effect keep their defaults, so that more requests are
         scored together."""
         params = request.params
-        bans_eos = params.min_new_tokens > 0
         assert params.seed is not None or not params.temperature, "the engine draws a seed where a request has none"
         return Scoring(
             confidence=params.ranking,
             mask=self._model.mask_token_id,
             num_token_ids=self._num_token_ids,
-            eos=(*eos, *params.stop_token_ids) if bans_eos else (),
-            min_position=len(request.prompt) + params.min_new_tokens if bans_eos else 0,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,

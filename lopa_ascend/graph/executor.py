@@ -78,6 +78,8 @@ class GraphExecutor:
         steps = [DecodeStep(bucket, model, graphs.score, bp, graphs.params.branch_acceptance) for bucket in declared]
         caches = pool.k, pool.v
         self.launchers = {step.bucket: Launcher(step, graphs, self.seats, self.inputs, caches) for step in steps}
+        self._unsupported: dict[Sequence, str | None] = {}
+        """By sequence the field of the request that no graph supports; None if graphs can decode the sequence."""
         self._in_flight: list[InFlightStep] = []
         self._num_launches = self._tokens = self._padded_tokens = self._wasted_steps = 0
         self._eager_steps: Counter[str] = Counter()
@@ -118,14 +120,14 @@ class GraphExecutor:
     def start(self, sequence: Sequence) -> None:
         """Decides whether graphs can decode a sequence."""
         num_ends = len(sequence.strategy.ends)
-        sequence.eager_reason = unsupported(sequence.request.params, num_ends, self.graphs.shape, self.graphs.params)
-        if sequence.request.continuations:
-            sequence.eager_reason = "continuations"
+        reason = unsupported(sequence.request.params, num_ends, self.graphs.shape, self.graphs.params)
+        self._unsupported[sequence] = "continuations" if sequence.request.continuations else reason
 
     def release(self, sequence: Sequence) -> None:
         """Frees the sequence's seat. A step that is in flight may still write to it: the next sequence in the seat
         overwrites that."""
         self.seats.release(sequence)
+        self._unsupported.pop(sequence, None)
 
     def ask(self, sequence: Sequence) -> None:
         """Notes what the sequence may need until its next result is read, if that is more than an eager step needs.
@@ -134,28 +136,35 @@ class GraphExecutor:
         What is noted serves both, and the second one may open one more block.
         """
         plan = sequence.next_pass
-        if sequence.eager_reason is not None or plan.start < plan.prefix_length:
+        if self._unsupported[sequence] is not None or plan.start < plan.prefix_length:
             return
-        window = next_window(sequence)
+        window = self._next_window(sequence)
         shape = self.graphs.shape
         sequence.num_computed = shape.slots * len(window) * shape.block_length
         if self.graphs.ahead:
-            num_blocks_at_worst = window.stop if sequence.in_flight is not None else window.stop + 1
+            num_blocks_at_worst = window.stop if self._is_in_flight(sequence) else window.stop + 1
             end = end_of_blocks(sequence, num_blocks_at_worst)
             sequence.slot_ends = (end,) * len(sequence.slot_ends)
 
     def decodes(self, sequence: Sequence) -> bool:
         """Whether a graph computes the next pass of a planned sequence."""
-        return sequence.in_flight is not None or self._eager_reason(sequence) is None
+        return self._is_in_flight(sequence) or self._eager_reason(sequence) is None
 
     def _eager_reason(self, sequence: Sequence) -> str | None:
         """What keeps graphs from computing the next pass of a sequence; None if they can."""
         if sequence.in_prefill:
             return "prompt"
-        if sequence.eager_reason is not None:
-            return sequence.eager_reason
-        has_bucket = self._bucket([(sequence, next_window(sequence))]) is not None
+        if (reason := self._unsupported[sequence]) is not None:
+            return reason
+        has_bucket = self._bucket([(sequence, self._next_window(sequence))]) is not None
         return None if has_bucket else "graph_window_blocks"
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        seat = self.seats.of.get(sequence)
+        return seat is not None and seat.in_flight is not None
+
+    def _next_window(self, sequence: Sequence) -> range:
+        return next_window(sequence, in_flight=self._is_in_flight(sequence))
 
     # ---- launch ----------------------------------------------------------------------------------------------------
 
@@ -183,8 +192,8 @@ class GraphExecutor:
         for sequence in step.sequences:
             reason = self._eager_reason(sequence)
             if reason is None:
-                fitting.append((sequence, next_window(sequence)))
-            elif sequence.in_flight is None:
+                fitting.append((sequence, self._next_window(sequence)))
+            elif not self._is_in_flight(sequence):
                 self._unseat(sequence)
                 if not step.prefill:
                     self._eager_steps[reason] += 1
@@ -209,7 +218,7 @@ class GraphExecutor:
 
     def _unseat(self, sequence: Sequence) -> None:
         """Takes a sequence out of its seat, for an eager step."""
-        if sequence.seat is not None:
+        if sequence in self.seats.of:
             row = self.seats.hidden_row(sequence, num_blocks(sequence.strategy, sequence.num_committed))
             sequence.last_hidden = self.seats.storage.hidden[row].clone()
             self.seats.release(sequence)
@@ -219,14 +228,14 @@ class GraphExecutor:
         assert bucket is not None
         sequences, starts = [sequence for sequence, _ in batch], [window.start for _, window in batch]
         for sequence in sequences:
-            if sequence.seat is None:
+            if sequence not in self.seats.of:
                 self.seats.take(sequence)
         views = [self.seats.host_view(sequence, start) for sequence, start in zip(sequences, starts, strict=True)]
         self._num_launches += 1
         read = self.launchers[bucket].launch(sequences, views, self.probe)
         for sequence, start in zip(sequences, starts, strict=True):
-            sequence.in_flight = self._num_launches
-            sequence.window_start, sequence.window_blocks = start, bucket.blocks
+            seat = self.seats.of[sequence]
+            seat.window_start, seat.window_blocks, seat.in_flight = start, bucket.blocks, self._num_launches
         self._tokens += bucket.tokens
         self._padded_tokens += bucket.tokens  # _count subtracts what branches needed
         return InFlightStep(self._num_launches, bucket, sequences, starts, read)
@@ -239,11 +248,12 @@ class GraphExecutor:
         for step in steps:
             output = view_output(step.read(), step.bucket, self.graphs.score.num_columns)
             for index, sequence in enumerate(step.sequences):
-                if sequence.in_flight == step.number:
-                    sequence.in_flight = None
-                if sequence.seat is None:  # it has ended: until then it keeps its seat while a step is in flight
+                seat = self.seats.of.get(sequence)
+                if seat is None:  # it has ended: until then it keeps its seat while a step is in flight
                     self._wasted_steps += 1
                     continue
+                if seat.in_flight == step.number:
+                    seat.in_flight = None
                 with self.probe("absorb", step.bucket):
                     results.append(self._absorb(step, index, output))
         return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import count
 
 from torch import Tensor
@@ -15,12 +16,26 @@ from lopa_ascend.graph.tensors import Storage
 from lopa_ascend.graph.window import max_opened_blocks, num_blocks
 
 
+@dataclass
+class Seat:
+    """A sequence's place in the memory, and its last launched window. Blocks are generated ones, from 0 on."""
+
+    index: int
+    window_start: int
+    """First block of the window."""
+    window_blocks: int
+    """Blocks of the bucket in which the window was launched."""
+    in_flight: int | None = None
+    """Number of the launch whose result has not been read yet; None if there is none."""
+
+
 class Seats:
     """``num_seats`` usable seats, then as many padding seats as the largest bucket has sequences.
 
     Attributes:
         params: the parameters of all seats, on the host.
         storage: their states and hidden states, on the device.
+        of: the seats of the sequences that have one.
         num_taken: how often a sequence has taken a seat, which writes the seat's parameters.
 
     Args:
@@ -39,6 +54,7 @@ class Seats:
             states=empty_states(total, shape).to(ops.device),
             hidden=hidden.new_zeros(total * self._rows_per_seat + num_tokens, hidden.shape[1]),
         )
+        self.of: dict[Sequence, Seat] = {}
         self._free = list(range(num_seats - 1, -1, -1))
         self.num_taken = 0
 
@@ -49,9 +65,9 @@ class Seats:
     def take(self, sequence: Sequence) -> None:
         """Gives a sequence a seat, and writes there its parameters and its state before the next step opens blocks."""
         strategy, window_start = sequence.strategy, num_blocks(sequence.strategy, sequence.num_committed)
-        seat = sequence.seat = self._free.pop()
+        seat = self._free.pop()
+        self.of[sequence] = Seat(seat, window_start, self.shape.max_blocks)
         self.num_taken += 1
-        sequence.window_start, sequence.window_blocks = window_start, self.shape.max_blocks
         write_params(self.params, seat, strategy.params, sorted(strategy.ends), len(strategy.prompt) - strategy.origin)
         packed = packed_state(strategy, window_start, filler_of(strategy), self.shape)
         on_host = self.ops.host_memory(len(packed)).view(packed.dtype).copy_(packed)
@@ -61,27 +77,24 @@ class Seats:
 
     def release(self, sequence: Sequence) -> None:
         """Frees a sequence's seat, if it has one."""
-        if sequence.seat is not None:
-            self._free.append(sequence.seat)
-            sequence.seat = None
+        if (seat := self.of.pop(sequence, None)) is not None:
+            self._free.append(seat.index)
 
     def hidden_row(self, sequence: Sequence, block: int) -> int:
         """Row of ``storage.hidden`` for the state that predicts the first position of a block of the last window."""
-        assert sequence.seat is not None
-        return sequence.seat * self._rows_per_seat + block % self._rows_per_seat
+        return self.of[sequence].index * self._rows_per_seat + block % self._rows_per_seat
 
     def host_view(self, sequence: Sequence, window_start: int) -> HostView:
         """What a launch needs to know of a sequence whose window begins with block ``window_start``."""
-        request = sequence.request
-        assert sequence.seat is not None
+        request, seat = sequence.request, self.of[sequence]
         return HostView(
-            seat=sequence.seat,
+            seat=seat.index,
             origin=request.origin,
             block_size=request.params.block_size,
             num_positions=request.limit - request.origin,
             window_start=window_start,
-            last_start=sequence.window_start,
-            last_blocks=sequence.window_blocks,
+            last_start=seat.window_start,
+            last_blocks=seat.window_blocks,
             max_opened_blocks=max_opened_blocks(sequence.strategy),
             num_shared_pages=sequence.page_tables.num_shared_pages,
             filler=filler_of(sequence.strategy),

@@ -12,19 +12,17 @@ from lopa_ascend.core import Sequence
 from lopa_ascend.decode.strategy import Strategy
 
 
-def next_window(sequence: Sequence) -> range:
+def next_window(sequence: Sequence, *, in_flight: bool) -> range:
     """The smallest safe window of the next step: the blocks that it must be able to hold, at least one.
 
-    While a step is in flight its plan is known, but not its winner: the branch with most blocks counts, and may open
-    another one.
+    Args:
+        in_flight: a step has been launched and not been read. Its plan is known, but not its winner: the branch with
+            most blocks counts, and may open another one.
     """
     strategy, plan = sequence.strategy, sequence.next_pass
-    if sequence.in_flight is None:
-        start, num_more = num_blocks(strategy, plan.start), 0
-    else:
-        start, num_more = num_blocks(strategy, plan.start + plan.num_new), 1
+    start = num_blocks(strategy, plan.start + plan.num_new if in_flight else plan.start)
     num_opened = max(num_blocks(strategy, row.end) for row in plan.rows)
-    return range(start, max(min(num_opened + num_more, max_opened_blocks(strategy)), start + 1))
+    return range(start, max(min(num_opened + in_flight, max_opened_blocks(strategy)), start + 1))
 
 
 def end_of_blocks(sequence: Sequence, count: int) -> int:

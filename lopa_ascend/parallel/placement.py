@@ -10,21 +10,15 @@ with full attention, where keys and values differ between branches, does it rece
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass, replace
 
 from lopa_ascend.kv.pages import slots_for
 from lopa_ascend.types import RowPlan, SequencePlan
 
-Indices = NDArray[np.int64]
-NOTHING: Indices = np.empty(0, dtype=np.int64)
 
-
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """What one branch-parallel group computes of a sequence's forward pass, and where that lies in the batch."""
+    """What one branch-parallel group computes of a sequence's forward pass."""
 
     plan: SequencePlan
     rows: tuple[RowPlan, ...]
@@ -36,22 +30,6 @@ class Share:
     """Index of each row in ``plan.rows``."""
     num_slots: int
     """Slots that the sequence has in this group, with or without a row in this pass."""
-
-    # ---- in the batch: written by ``runner/layout`` -----------------------------------------------------------------
-
-    num_computed: int = 0
-    """Tokens of the batch that belong to this sequence."""
-    row_tokens: list[Indices] = field(default_factory=list)
-    """For each row: index in the batch of the token at each of its positions."""
-    predicting: Indices = field(default_factory=lambda: NOTHING)
-    """Index in the batch of each token whose hidden state predicts masked positions, ascending, without repetition;
-    ``layout.BEFORE_WINDOW`` comes first if it is needed."""
-    positions: Indices = field(default_factory=lambda: NOTHING)
-    """The position that each of ``predicting`` predicts."""
-    predicted_rows: Indices = field(default_factory=lambda: NOTHING)
-    """For each of ``predicting`` a row that it predicts the position for."""
-    order: Indices = field(default_factory=lambda: NOTHING)
-    """For every masked position of every row, by branch: the index in ``predicting``."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +46,7 @@ class Placement:
         return branch % self.size, branch // self.size
 
     def num_places(self, num_rows: int) -> int:
-        """Rows that all groups could evaluate in the time of ``num_rows``."""
+        """``num_rows``, rounded up to a full round of all groups."""
         return slots_for(num_rows, self.size) * self.size
 
     def sends_values(self, plan: SequencePlan) -> bool:

@@ -1,1 +1,1 @@
-"""One decode step: layout of a batch, forward pass, scores, decisions."""
+"""One decode step: a batch, forward pass, scores, decisions."""

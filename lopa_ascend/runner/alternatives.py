@@ -18,7 +18,8 @@ from torch import Tensor
 from lopa_ascend.core import Sequence
 from lopa_ascend.model.base import Model
 from lopa_ascend.parallel.collectives import Group
-from lopa_ascend.parallel.placement import Placement, Share
+from lopa_ascend.parallel.placement import Placement
+from lopa_ascend.runner.batch import Part
 from lopa_ascend.runner.scoring import Job
 from lopa_ascend.score.most_probable import most_probable
 from lopa_ascend.types import StepRecord
@@ -36,11 +37,11 @@ class AlternativesRecorder:
     bp: Group
     """The ranks that hold the same part of the model and evaluate other branches."""
 
-    def record(self, sequence: Sequence, share: Share, record: StepRecord, job: Job) -> None:
+    def record(self, sequence: Sequence, part: Part, record: StepRecord, job: Job) -> None:
         """Records the lists of one forward pass in ``Strategy.alternatives``, on every rank.
 
         Args:
-            share: what this rank's group computed.
+            part: what this rank's group computed.
             record: what the pass did; the sequence's next branches have begun.
             job: what this rank's group predicted.
         """
@@ -54,23 +55,23 @@ class AlternativesRecorder:
             wanted.setdefault(branch, set()).add(fill.position)
         for branch, positions in wanted.items():
             if positions:
-                self._record_branch(sequence, share, branch, sorted(positions), job)
+                self._record_branch(sequence, part, branch, sorted(positions), job)
 
-    def _record_branch(self, sequence: Sequence, share: Share, branch: int, positions: list[int], job: Job) -> None:
+    def _record_branch(self, sequence: Sequence, part: Part, branch: int, positions: list[int], job: Job) -> None:
         """Records the lists of some positions, as one branch predicted them.
 
         Args:
-            branch: index in ``share.plan.rows``.
+            branch: index in ``plan.rows``.
             positions: masked positions of that row, ascending.
         """
-        count, plan = sequence.request.params.top_logprobs, share.plan
+        count, plan = sequence.request.params.top_logprobs, part.share.plan
         group, _ = self.placement.home(branch)
         message = torch.zeros(len(positions), 2 * count, device=self.model.head.device)
         if self.bp.rank == group:
             earlier_rows = plan.rows[group : branch : self.placement.size]  # of the same group
             num_before = sum(len(row.masked) for row in earlier_rows)
             places = num_before + np.searchsorted(plan.rows[branch].masked, positions)
-            message = self._lists(job, share.order[places], count)
+            message = self._lists(job, part.order[places], count)
         message = self.bp.broadcast(message, group, "top_logprobs")
         ids, probs = message.cpu().split(count, dim=1)
         found = {}

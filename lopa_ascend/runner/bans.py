@@ -1,74 +1,98 @@
-"""The tokens that ``bad_words`` and grammars ban from the rows of one sequence's forward pass."""
+"""What may not be chosen at the positions of one sequence's forward pass: what its grammar does not allow, and what its
+filters ban unless the grammar allows nothing else."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lopa_ascend.core import Sequence
-from lopa_ascend.parallel.placement import Share
-from lopa_ascend.score.shards import Bans
-from lopa_ascend.types import GrammarError, RowPlan
+from lopa_ascend.runner.batch import Part
+from lopa_ascend.score.shards import Bans, PerRow
+from lopa_ascend.types import RowPlan
+
+Banned = tuple[frozenset[int], ...]
+"""What several filters ban at one position, without those that ban nothing there."""
 
 
-def bans_for(sequence: Sequence, share: Share, device: torch.device) -> Bans | None:
-    """What may not be chosen at the positions that a sequence predicts; None if nothing is banned there."""
-    if sequence.strategy.constraint is not None:
-        return _grammar_bans(sequence, share, device)
-    if sequence.bad_words is None or not len(share.positions):
+def bans_for(sequence: Sequence, part: Part, device: torch.device) -> Bans | None:
+    """What may not be chosen at the positions that a sequence predicts; None if nothing is banned there.
+
+    Raises:
+        GrammarError: the grammar has no way on in one of the branches, those of other groups included; so all ranks
+            find the same.
+    """
+    if sequence.strategy.constraint is None and not sequence.filters:
         return None
-    banned = _words_bans(sequence, share)
-    indices = {ids: index for index, ids in enumerate(dict.fromkeys(filter(None, banned)))}
-    lists = tuple(torch.tensor(ids, device=device) for ids in indices)
-    return Bans(lists, np.array([indices.get(ids, -1) for ids in banned]))
+    num_token_ids, sets, lists = sequence.scoring.num_token_ids, list[int](), list[Banned]()
+    keeping, excluding = (_banned(sequence, part, keeps_share=keeps_share) for keeps_share in (True, False))
+    for allowed, kept, excluded in zip(_allowed(sequence, part), keeping, excluding, strict=True):
+        if allowed and not _without(allowed, kept + excluded):
+            kept, excluded = (), ()
+        lists.append(kept)
+        sets.append(_without(allowed or (1 << num_token_ids) - 1, excluded) if allowed or excluded else 0)
+    if not (any(sets) or any(lists)):
+        return None
+    make_set = partial(_complement, num_token_ids=num_token_ids, device=device)
+    return Bans(PerRow.of(lists, partial(_token_ids, device=device)), PerRow.of(sets, make_set))
 
 
-def _words_bans(sequence: Sequence, share: Share) -> list[tuple[int, ...]]:
-    """What ``bad_words`` ban at each position."""
-    if sequence.bad_words is None or not len(share.positions):
-        return [()] * len(share.positions)
+def _allowed(sequence: Sequence, part: Part) -> list[int]:
+    """What the grammar allows at each position, 0 for all tokens. It speaks of each branch's first masked position."""
+    strategy, share = sequence.strategy, part.share
+    if strategy.constraint is None:
+        return [0] * len(part.positions)
+    allowed = [strategy.allowed(row) if row.masked else 0 for row in share.plan.rows]
+    # The hidden state of a position that several rows share is listed with the first of them. They have the same tokens
+    # before it.
+    rows = enumerate(zip(share.rows, share.branches, strict=True))
+    allowed_at = {(number, row.masked[0]): allowed[branch] for number, (row, branch) in rows if row.masked}
+    places = zip(part.predicted_rows.tolist(), part.positions.tolist(), strict=True)
+    return [allowed_at.get(place, 0) for place in places]
+
+
+def _banned(sequence: Sequence, part: Part, *, keeps_share: bool) -> list[Banned]:
+    """What the filters of one kind ban at each position."""
+    filters = [filter_ for filter_ in sequence.filters if filter_.keeps_share is keeps_share]
     prompt_length = len(sequence.request.prompt)
-    places = (share.positions - prompt_length).tolist()
-    first = min(places)
-    banned_by_row = [
-        sequence.bad_words.banned_tokens(_answer(sequence, row, prompt_length), first) for row in share.rows
-    ]
-    return [banned_by_row[row][place - first] for place, row in zip(places, share.predicted_rows, strict=True)]
+    places = (part.positions - prompt_length).tolist()
+    if not filters or not places:
+        return [()] * len(places)
+    first, banned_by_row = min(places), []
+    for row in part.share.rows:
+        answer = _answer(sequence, row, prompt_length)
+        by_filter = [filter_.banned(answer, first) for filter_ in filters]
+        banned_by_row.append([tuple(filter(None, banned)) for banned in zip(*by_filter, strict=True)])
+    return [banned_by_row[row][place - first] for place, row in zip(places, part.predicted_rows, strict=True)]
 
 
-def _grammar_bans(sequence: Sequence, share: Share, device: torch.device) -> Bans | None:
-    """What the grammar does not allow at the first masked position of each branch, while the device computes, and what
-    ``bad_words`` ban unless the grammar allows nothing else. A sequence that finds no way on fails, on every rank
-    alike: so all look at all branches."""
-    try:
-        allowed = [sequence.strategy.allowed(row) if row.masked else 0 for row in share.plan.rows]
-    except GrammarError as error:
-        sequence.error = str(error)
-        return None
-    kinds = [(0, banned) for banned in _words_bans(sequence, share)]
-    """By position: what the grammar allows there, 0 for all tokens, and the banned words."""
-    for number, row in enumerate(share.rows):
-        if row.masked:
-            # The hidden state of a position that several rows share is listed with the first of them. They have the
-            # same tokens before it.
-            is_first = (share.positions == row.masked[0]) & (share.predicted_rows == number)
-            for place in np.flatnonzero(is_first):
-                kinds[place] = (allowed[share.branches[number]], kinds[place][1])
-    indices = {kind: index for index, kind in enumerate(dict.fromkeys(filter(any, kinds)))}
-    num_token_ids = sequence.scoring.num_token_ids
-    lists = []
-    for tokens, banned in indices:
-        tokens = tokens or (1 << num_token_ids) - 1
-        left = tokens & ~sum(1 << token for token in set(banned))
-        lists.append(_banned(left or tokens, num_token_ids, device))
-    return Bans(tuple(lists), np.array([indices.get(kind, -1) for kind in kinds], dtype=np.int64), True)
+def _without(tokens: int, banned: Banned) -> int:
+    """A set of tokens without the banned ones."""
+    for some in banned:
+        tokens &= ~_as_set(some)
+    return tokens
+
+
+@lru_cache(maxsize=32)
+def _as_set(tokens: frozenset[int]) -> int:
+    packed = bytearray(max(tokens) // 8 + 1)
+    for token in tokens:
+        packed[token // 8] |= 1 << token % 8
+    return int.from_bytes(packed, "little")
+
+
+@lru_cache(maxsize=32)
+def _token_ids(banned: Banned, device: torch.device) -> Tensor:
+    """Int64 [n]."""
+    return torch.tensor(list(chain.from_iterable(banned)), device=device)
 
 
 @lru_cache(maxsize=32)  # 600 KB each; inside a string, say, most requests allow the same
-def _banned(allowed: int, num_token_ids: int, device: torch.device) -> Tensor:
+def _complement(allowed: int, num_token_ids: int, device: torch.device) -> Tensor:
     """The complement of a set of tokens, float32 [num_token_ids]: 1 for its members."""
     packed = np.frombuffer(allowed.to_bytes(-(-num_token_ids // 8), "little"), dtype=np.uint8)
     bits = np.unpackbits(packed, count=num_token_ids, bitorder="little")

@@ -10,8 +10,8 @@ from torch import Tensor
 from lopa_ascend.core import Sequence
 from lopa_ascend.model.base import Model
 from lopa_ascend.parallel.collectives import Group
-from lopa_ascend.parallel.placement import Share
 from lopa_ascend.runner.alternatives import ROWS_AT_A_TIME
+from lopa_ascend.runner.batch import Part
 from lopa_ascend.runner.scoring import Job
 
 
@@ -23,13 +23,13 @@ class ContinuationScorer:
     bp: Group
     """The ranks that hold the same part of the model."""
 
-    def score(self, sequence: Sequence, share: Share, job: Job) -> tuple[tuple[float, ...], ...]:
+    def score(self, sequence: Sequence, part: Part, job: Job) -> tuple[tuple[float, ...], ...]:
         """For each continuation the log probability of each of its tokens, in nats, on every rank.
 
         It is that of the model's distribution at the token's place, where all places are masked.
 
         Args:
-            share: what this rank's group computed: the one row.
+            part: what this rank's group computed: the one row.
             job: what this rank's group predicted.
         """
         continuations = sequence.request.continuations
@@ -37,7 +37,7 @@ class ContinuationScorer:
         found = torch.zeros(len(pairs), device=self.model.head.device)
         if self.bp.rank == 0:  # the row's home
             places, tokens = torch.tensor(pairs, device=found.device).T
-            found = self._logprobs(job, torch.from_numpy(share.order), places, tokens)
+            found = self._logprobs(job, torch.from_numpy(part.order), places, tokens)
         values = iter(self.bp.broadcast(found, 0, "continuations").tolist())
         return tuple(tuple(next(values) for _ in tokens) for tokens in continuations)
 

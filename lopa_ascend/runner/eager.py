@@ -7,6 +7,7 @@ confidence) tells every rank what all branches predict, and every rank takes the
 from __future__ import annotations
 
 from collections.abc import Sequence as List
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,18 +17,29 @@ from torch import Tensor
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.core import Result, Sequence
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.model.base import Model
+from lopa_ascend.model.base import ForwardInputs, Model
 from lopa_ascend.parallel.collectives import ALONE, Group
-from lopa_ascend.parallel.placement import NOTHING, Placement, Share
+from lopa_ascend.parallel.placement import Placement, Share
 from lopa_ascend.probe import Probe, no_probe
 from lopa_ascend.runner.alternatives import AlternativesRecorder
 from lopa_ascend.runner.bans import bans_for
+from lopa_ascend.runner.batch import Part, build_batch
 from lopa_ascend.runner.continuations import ContinuationScorer
-from lopa_ascend.runner.layout import BEFORE_WINDOW, build_batch, last_committing
 from lopa_ascend.runner.scoring import Job, Scorer
 from lopa_ascend.score.adjust import adjustment_for
 from lopa_ascend.score.prediction import NOT_FINITE, NUM_COLUMNS, decode
 from lopa_ascend.types import GrammarError, RowResult, SequencePlan
+
+
+class Pass(NamedTuple):
+    """What one rank's group has computed of a sequence's forward pass."""
+
+    part: Part
+    job: Job
+    committing: Tensor
+    """Final hidden states of the last committing positions [n, hidden]; see ``Part.committing``."""
+    error: str | None
+    """Why the grammar does not go on; None if it does."""
 
 
 class EagerExecutor:
@@ -55,40 +67,39 @@ class EagerExecutor:
         """One forward pass of the sequences' plans, and the decisions that follow. A sequence whose logits are not
         finite fails, without an effect on the others."""
         plans = [sequence.next_pass for sequence in sequences]
-        shares = [self.placement.share(plan) for plan in plans]
-        jobs = self.forward(sequences, shares)
+        passes, predictions = self.forward(sequences, [self.placement.share(plan) for plan in plans])
         for plan in plans:
             self.num_rows += len(plan.rows)
             self.idle_rows += self.placement.num_places(len(plan.rows)) - len(plan.rows)
-        results = self.exchange(plans, jobs)
-        return [self._advance(*item) for item in zip(sequences, shares, jobs, results, strict=True)]
+        results = self.exchange(plans, predictions)
+        return [self._advance(*item) for item in zip(sequences, passes, results, strict=True)]
 
-    def _advance(self, sequence: Sequence, share: Share, job: Job, results: list[RowResult] | None) -> Result:
+    def _advance(self, sequence: Sequence, computed: Pass, results: list[RowResult] | None) -> Result:
         """Decides, commits and plans the next pass of one sequence.
 
         Args:
             results: what ``exchange`` gave for the sequence.
         """
-        if sequence.error is not None or results is None:
-            sequence.fail(sequence.error or NOT_FINITE)
+        if computed.error is not None or results is None:
+            sequence.fail(computed.error or NOT_FINITE)
             return sequence, None
-        strategy, plan = sequence.strategy, share.plan
+        strategy, part = sequence.strategy, computed.part
         try:
-            record = strategy.absorb(plan, results, model_tokens=share.num_computed, head_rows=len(share.predicting))
+            record = strategy.absorb(part.share.plan, results, part.num_computed, head_rows=len(part.positions))
         except GrammarError as error:
             sequence.fail(str(error))
             return sequence, None
         if sequence.request.params.top_logprobs:
-            self._alternatives.record(sequence, share, record, job)
+            self._alternatives.record(sequence, part, record, computed.job)
         if sequence.request.continuations:
-            sequence.continuation_logprobs = self._continuations.score(sequence, share, job)
-        self.commit(sequence, share, record.winner, job)
+            sequence.continuation_logprobs = self._continuations.score(sequence, part, computed.job)
+        self.commit(sequence, computed, record.winner)
         sequence.plan = strategy.plan()
         return sequence, record
 
     # ---- predictions of all groups ---------------------------------------------------------------------------------
 
-    def exchange(self, plans: List[SequencePlan], own: List[Job]) -> list[list[RowResult] | None]:
+    def exchange(self, plans: List[SequencePlan], own: List[Tensor]) -> list[list[RowResult] | None]:
         """What all groups predict, by sequence and row; None for a sequence with logits that were not finite.
 
         The groups gather all predictions in one message: 12 bytes for each masked position, padded to the group that
@@ -96,7 +107,7 @@ class EagerExecutor:
         ``AlternativesRecorder``.
 
         Args:
-            own: what this group predicts for each sequence.
+            own: this group's predictions for each sequence, as ``forward`` gives them.
         """
         with self.probe("exchange", plans):
             gathered = self._gather(plans, own)
@@ -113,7 +124,7 @@ class EagerExecutor:
                 results.append(valid if len(valid) == len(rows) else None)
             return results
 
-    def _gather(self, plans: List[SequencePlan], own: List[Job]) -> NDArray[np.int32]:
+    def _gather(self, plans: List[SequencePlan], own: List[Tensor]) -> NDArray[np.int32]:
         """By group, its encoded predictions for all sequences, one after the other: int32 [groups, n, 3]."""
         sizes = [0] * self.bp.size
         for plan in plans:
@@ -121,9 +132,7 @@ class EagerExecutor:
                 group, _ = self.placement.home(branch)
                 sizes[group] += len(row.masked)
         message = torch.zeros(max(sizes), NUM_COLUMNS, dtype=torch.int32, device=self.ops.device)
-        predicted = [job.predictions for job in own if job.predictions is not None]
-        if predicted:
-            message[: sizes[self.bp.rank]] = torch.cat(predicted)
+        message[: sizes[self.bp.rank]] = torch.cat(list(own))
         if not message.numel():
             return np.zeros((self.bp.size, *message.shape), dtype=np.int32)
         gathered: NDArray[np.int32] = self.bp.all_gather(message, "branches").cpu().numpy()
@@ -132,76 +141,72 @@ class EagerExecutor:
     # ---- forward pass ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def forward(self, sequences: List[Sequence], shares: List[Share]) -> list[Job]:
-        """This rank's part of the forward pass of some sequences: what it predicts for every masked position of every
-        row of this group, branch by branch. The shares say where the sequences lie in the batch."""
-        # torch.empty, because head.new_empty would return a packed tensor if the head is packed, and a packed tensor
-        # cannot be sliced.
-        no_hidden = torch.empty(0, dtype=self.model.head.dtype, device=self.model.head.device)
-        jobs = [Job(no_hidden, NOTHING, sequence.scoring, 0) for sequence in sequences]
-        busy = [index for index, share in enumerate(shares) if share.rows]
-        for sequence, share in zip(sequences, shares, strict=True):
-            if not share.rows:
-                bans_for(sequence, share, self.ops.device)  # a grammar that finds no way on fails on every rank
-        if not busy:
-            return jobs
-        inputs = build_batch(
-            [(shares[index], sequences[index].page_tables) for index in busy],
-            self.ops,
-            self.model.properties.logit_shift,
-        )
-        with self.probe("forward", inputs):
-            hidden = self.model.forward(inputs, self.pool.k, self.pool.v)
-        num_predicting = [int((shares[index].predicting != BEFORE_WINDOW).sum()) for index in busy]
-        states = hidden.split(num_predicting + [len(last_committing(shares[index])) for index in busy])
-        for index, predicting, committing in zip(busy, states, states[len(busy) :], strict=False):
-            jobs[index] = self._job(sequences[index], shares[index], predicting, committing)
-        scored = self.scorer.score([jobs[index] for index in busy], self.probe)
-        for index, predictions in zip(busy, scored, strict=True):
-            jobs[index].predictions = predictions[torch.from_numpy(shares[index].order).to(predictions.device)]
-        return jobs
+    def forward(self, sequences: List[Sequence], shares: List[Share]) -> tuple[list[Pass], list[Tensor]]:
+        """This rank's part of the forward pass of some sequences; and for each sequence what it predicts for every
+        masked position of every row of this group, branch by branch: int32 [n, 3], see ``prediction.encode``."""
+        tables = [sequence.page_tables for sequence in sequences]
+        batch = build_batch(list(zip(shares, tables, strict=True)), self.ops, self.model.properties.logit_shift)
+        states = batch.split(self._hidden(batch.inputs))
+        # The device computes while the grammars are asked.
+        passes = [self._pass(*item) for item in zip(sequences, batch.parts, states, strict=True)]
+        scored = self.scorer.score([computed.job for computed in passes], self.probe)
+        orders = (torch.from_numpy(part.order).to(self.ops.device) for part in batch.parts)
+        return passes, [predictions[order] for predictions, order in zip(scored, orders, strict=True)]
 
-    def _job(self, sequence: Sequence, share: Share, hidden: Tensor, committing: Tensor) -> Job:
-        """What is predicted for a sequence.
+    def _hidden(self, inputs: ForwardInputs | None) -> Tensor:
+        """The hidden states that the model computes [n, hidden]; none if there is nothing to compute."""
+        if inputs is None:
+            # torch.empty, because head.new_empty would return a packed tensor if the head is packed, and a packed
+            # tensor cannot be sliced.
+            head = self.model.head
+            return torch.empty(0, self.model.config.hidden_size, dtype=head.dtype, device=head.device)
+        with self.probe("forward", inputs):
+            return self.model.forward(inputs, self.pool.k, self.pool.v)
+
+    def _pass(self, sequence: Sequence, part: Part, states: tuple[Tensor, Tensor]) -> Pass:
+        """What is to be predicted for a sequence.
 
         Args:
-            hidden: the computed hidden states that predict its masked positions [n, hidden].
-            committing: see ``Job``.
+            states: see ``Batch.split``.
         """
-        if len(hidden) < len(share.predicting):  # the first one is BEFORE_WINDOW, which is not in the batch
+        hidden, committing = states
+        if part.starts_before:
             assert sequence.last_hidden is not None
             hidden = torch.cat([sequence.last_hidden[None], hidden])
+        try:
+            bans, error = bans_for(sequence, part, self.ops.device), None
+        except GrammarError as no_way_on:
+            bans, error = None, str(no_way_on)
         strategy, prompt = sequence.strategy, sequence.request.prompt
         answer = strategy.anchor.tokens[: strategy.num_counted]
-        return Job(
+        job = Job(
             hidden=hidden,
-            positions=share.positions,
+            positions=part.positions,
             scoring=sequence.scoring,
             round=strategy.num_forwards,
             adjustment=adjustment_for(sequence.request.params, prompt, answer, self.ops.device),
-            bans=bans_for(sequence, share, self.ops.device),
-            committing=committing,
+            bans=bans,
         )
+        return Pass(part, job, committing, error)
 
     # ---- commit ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def commit(self, sequence: Sequence, share: Share, winner: int, job: Job) -> None:
+    def commit(self, sequence: Sequence, computed: Pass, winner: int) -> None:
         """Puts the keys and values that the winner commits into every slot of every group. Block-causal windows have
         them there already, because all branches commit the same; with full attention they are copied and sent."""
-        plan, page_tables = share.plan, sequence.page_tables.by_slot
+        share, page_tables = computed.part.share, sequence.page_tables.by_slot
+        plan = share.plan
         if not plan.num_new:
             return
         if not plan.winner_commits:
-            assert job.committing is not None
-            sequence.last_hidden = job.committing[0].clone()
+            sequence.last_hidden = computed.committing[0].clone()
             return
         begin, end = plan.start, plan.start + plan.num_new
         group, slot = self.placement.home(winner)
         own = None  # the winner's hidden state, if this group has it
         if winner in share.branches:
-            assert job.committing is not None
-            own = job.committing[share.branches.index(winner)]
+            own = computed.committing[share.branches.index(winner)]
         if self.placement.sends_values(plan):
             sequence.last_hidden = self._broadcast(page_tables[slot], begin, end, group, own)
         else:

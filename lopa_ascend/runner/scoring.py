@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.model.base import Model
-from lopa_ascend.parallel.placement import Indices
 from lopa_ascend.probe import Probe
+from lopa_ascend.runner.batch import Indices
 from lopa_ascend.score.adjust import Adjustment
 from lopa_ascend.score.merge import merge_scores
 from lopa_ascend.score.prediction import NUM_COLUMNS, encode
@@ -24,9 +24,9 @@ HEAD_ROWS = 512
 and the scores of 380 positions and 32,000 token ids took 1.1 to 1.2 times as long."""
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Job:
-    """What the hidden states of one sequence predict, at n positions."""
+    """What the hidden states of one sequence are to predict, at n positions."""
 
     hidden: Tensor
     """The hidden states that predict the positions [n, hidden]."""
@@ -38,21 +38,12 @@ class Job:
     adjustment: Adjustment | None = None
     """What is done to the logits first."""
     bans: Bans | None = None
-    committing: Tensor | None = None
-    """Final hidden state of the last committing position: [rows of the share, hidden] where keys and values differ by
-    branch, otherwise [1, hidden]; no rows if nothing commits."""
-    predictions: Tensor | None = None
-    """What the scorer gave: encoded predictions int32 [n, 3]; see ``prediction.encode``."""
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the job cannot share a batch."""
-        return self.adjustment is not None or (self.bans is not None and not self.bans.excludes)
 
     def is_like(self, other: Job) -> bool:
         """Whether both may be scored in one batch. Greedy requests share a batch whatever their passes' numbers are."""
         same_noise = not self.scoring.temperature or self.round == other.round
-        return not (self.is_alone or other.is_alone) and self.scoring == other.scoring and same_noise
+        is_alone = self.adjustment is not None or other.adjustment is not None
+        return not is_alone and self.scoring == other.scoring and same_noise
 
 
 class Scorer:
@@ -77,7 +68,7 @@ class Scorer:
         """The encoded predictions of hidden states [n, hidden] for the positions [n].
 
         Args:
-            job: the first of the batch, like which the others are scored.
+            job: the batch's first one; all its jobs are scored the same way.
             bans: of all of the batch.
         """
         num_rows, scoring, round_ = len(rows), job.scoring, job.round

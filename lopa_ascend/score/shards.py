@@ -11,8 +11,8 @@ published code. Ties go to the lowest token id. At a temperature the token is dr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -38,51 +38,77 @@ EXCLUDED = -1e30
 another one has a sum and an entropy."""
 
 
+Key = TypeVar("Key", bound=Hashable)
+
+
+class PerRow(NamedTuple):
+    """For each of R rows one of a few tensors, or none."""
+
+    tensors: tuple[Tensor, ...]
+    of_row: NDArray[np.int64]
+    """Index into ``tensors`` [R]; -1 for none."""
+
+    @classmethod
+    def of(cls, keys: Sequence[Key], make: Callable[[Key], Tensor]) -> PerRow:
+        """One tensor for each distinct key that is not empty."""
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(filter(None, keys)))}
+        return cls(tuple(map(make, numbers)), np.array([numbers.get(key, -1) for key in keys], dtype=np.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[PerRow]) -> PerRow:
+        """Several runs of rows, one after the other."""
+        tensors, indices = list[Tensor](), []
+        for part in parts:
+            indices.append(np.where(part.of_row < 0, -1, part.of_row + len(tensors)))
+            tensors += part.tensors
+        return cls(tuple(tensors), np.concatenate(indices))
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The rows that have a tensor."""
+        return np.flatnonzero(self.of_row >= 0)
+
+    def within(self, first_row: int, num_rows: int) -> PerRow:
+        """A range of rows."""
+        return self._replace(of_row=self.of_row[first_row : first_row + num_rows])
+
+
 class Bans(NamedTuple):
     """Tokens that may not be chosen in single rows."""
 
-    lists: tuple[Tensor, ...]
-    """The distinct lists of banned token ids, int64 [n] each; with ``excludes`` float32 [vocabulary], 1 if banned, else
-    0."""
-    list_of_row: NDArray[np.int64]
-    """Index into ``lists`` of each row; -1 for none."""
-    excludes: bool = False
-    """Banned tokens have probability 0: the others share what they would have. If not, they keep their share."""
-
-    @property
-    def emptied(self) -> NDArray[np.int64]:
-        """The rows in which many tokens have probability 0."""
-        return np.flatnonzero(self.list_of_row >= 0) if self.excludes else np.empty(0, dtype=np.int64)
+    lists: PerRow
+    """Token ids, int64 [n]. They keep their share of the softmax."""
+    sets: PerRow
+    """Sets of tokens, float32 [vocabulary]: 1 for the members, else 0. They have probability 0: the others share what
+    they would have."""
 
     def within(self, first_row: int, num_rows: int) -> Bans:
         """The bans of a range of rows."""
-        return self._replace(list_of_row=self.list_of_row[first_row : first_row + num_rows])
+        return Bans(*(kind.within(first_row, num_rows) for kind in self))
 
     def exclude(self, x: Tensor, first: int) -> None:
-        """Sets the logits [R, n] of banned tokens to ``EXCLUDED``.
+        """Sets the logits [R, n] of the members of ``sets`` to ``EXCLUDED``.
 
         Args:
             first: token id of the first column.
         """
-        for row in self.emptied:
-            banned = self.lists[self.list_of_row[row]][first : first + x.shape[-1]]
+        for row in self.sets.rows:
+            banned = self.sets.tensors[self.sets.of_row[row]][first : first + x.shape[-1]]
             x[row, : len(banned)].add_(banned, alpha=EXCLUDED)  # many times as fast as a masked fill
             x[row, len(banned) :] = EXCLUDED  # rows of the embedding beyond the vocabulary
 
 
 def join_bans(parts: Sequence[tuple[Bans | None, int]]) -> Bans | None:
-    """The bans of several runs of rows, one after the other; all that have some exclude alike.
+    """The bans of several runs of rows, one after the other.
 
     Args:
         parts: the bans of each run, and its rows.
     """
-    lists, list_of_row, excludes = list[Tensor](), [], False
-    for bans, num_rows in parts:
-        indices = np.full(num_rows, -1) if bans is None else bans.list_of_row
-        list_of_row.append(np.where(indices < 0, -1, indices + len(lists)))
-        if bans is not None:
-            lists, excludes = [*lists, *bans.lists], bans.excludes
-    return Bans(tuple(lists), np.concatenate(list_of_row), excludes) if lists else None
+    if not any(bans for bans, _ in parts):
+        return None
+    nothing = [PerRow((), np.full(num_rows, -1)) for _, num_rows in parts]
+    given = [bans or Bans(none, none) for (bans, _), none in zip(parts, nothing, strict=True)]
+    return Bans(*map(PerRow.joined, zip(*given, strict=True)))
 
 
 def columns(scoring: Scoring) -> tuple[str, ...]:
@@ -131,11 +157,11 @@ def shard_scores(
         bans: tokens that may not be chosen in some rows.
     """
     x = logits.float()
-    if bans is not None and bans.excludes:
+    if bans is not None:
         bans.exclude(x, first)
     high = x.amax(-1, keepdim=True)  # NaN and +inf show in it, and make all statistics NaN
     if scoring.truncated:
-        stats, values, ids = _offer_best(x, high, scoring, positions, first, limit, bans)
+        stats, values, ids = _offer_best(x, high, scoring, first, limit, bans)
     else:
         stats, values, ids = _offer_one(x, high, scoring, positions, round_, first, bans)
     stats["high"] = high
@@ -147,7 +173,7 @@ def _offer_one(
     x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, round_: int, first: int, bans: Bans | None
 ) -> Offer:
     """Offers the most probable token or, at a temperature, the drawn one: K is 1."""
-    banned = _ban(x, scoring, positions, first, bans)
+    banned = _ban(x, scoring, first, bans)
     if scoring.temperature:
         ids = torch.arange(first, first + x.shape[-1], device=x.device)
         noise = gumbel_noise(scoring.seed, positions, round_, ids)
@@ -162,22 +188,14 @@ def _offer_one(
     stats = {"other": x.amax(-1, keepdim=True)} if scoring.confidence == "margin" else {}
     # A row without an allowed token offers -inf for the column of a banned one, whose logit must stay.
     x.scatter_(-1, chosen, torch.maximum(columns_of(x, chosen), values))
-    emptied = () if bans is None else bans.emptied
+    emptied = () if bans is None else bans.sets.rows
     return stats | softmax_sums(x, high, scoring, emptied), values, chosen + first
 
 
-def _offer_best(
-    x: Tensor,
-    high: Tensor,
-    scoring: Scoring,
-    positions: Tensor,
-    first: int,
-    limit: int | None,
-    bans: Bans | None,
-) -> Offer:
+def _offer_best(x: Tensor, high: Tensor, scoring: Scoring, first: int, limit: int | None, bans: Bans | None) -> Offer:
     """Offers the K most probable tokens, the lowest ids first among equals; -inf stands for tokens that are missing."""
     allowed = x.clone()
-    _ban(allowed, scoring, positions, first, bans)
+    _ban(allowed, scoring, first, bans)
     x.masked_fill_(allowed != -math.inf, -math.inf)  # leaves the ids that are never chosen
     stats = {"other": x.amax(-1, keepdim=True)} if scoring.confidence == "margin" else {}
     stats |= softmax_sums(x, high, scoring)
@@ -196,7 +214,7 @@ def _offer_best(
     return stats, pad(allowed, missing, value=-math.inf), pad(ids + first, missing)
 
 
-def _ban(x: Tensor, scoring: Scoring, positions: Tensor, first: int, bans: Bans | None) -> list[tuple[Place, Tensor]]:
+def _ban(x: Tensor, scoring: Scoring, first: int, bans: Bans | None) -> list[tuple[Place, Tensor]]:
     """Sets the logits of ids that may not be chosen to -inf.
 
     Returns:
@@ -209,26 +227,13 @@ def _ban(x: Tensor, scoring: Scoring, positions: Tensor, first: int, bans: Bans 
         places.append((every_row, slice(mask_column, mask_column + 1)))
     if scoring.num_token_ids < first + size:
         places.append((every_row, slice(max(scoring.num_token_ids - first, 0), None)))
-    is_early = positions < scoring.min_position
-    if scoring.eos and bool(is_early.any()):
-        places.append((is_early.nonzero(), _eos_columns(x, scoring, first)))
-    if bans is not None and not bans.excludes:
-        for index in np.unique(bans.list_of_row[bans.list_of_row >= 0]):
-            rows, ids = np.flatnonzero(bans.list_of_row == index), bans.lists[index]
+    if bans is not None:
+        tensors, of_row = bans.lists
+        for number in np.unique(of_row[of_row >= 0]):
+            rows, ids = np.flatnonzero(of_row == number), tensors[number]
             is_here = (ids >= first) & (ids < first + size)
             places.append((torch.from_numpy(rows)[:, None].to(x.device), ids[is_here] - first))
     banned = [(place, x[place].clone()) for place in places]
     for place in places:
         x[place] = -math.inf
     return banned
-
-
-def _eos_columns(x: Tensor, scoring: Scoring, first: int) -> Tensor:
-    """The columns int64 [n] of the EOS ids in a shard. They are found once, because a request may name many ids."""
-    size = x.shape[-1]
-    columns = scoring.eos_columns.get((first, size))
-    if columns is None:
-        inside = [token - first for token in scoring.eos if 0 <= token - first < size]
-        columns = scoring.eos_columns[first, size] = torch.tensor(inside, dtype=torch.int64, device=x.device)
-    assert isinstance(columns, Tensor)
-    return columns

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class KVShape(NamedTuple):
@@ -25,9 +25,6 @@ class Scoring:
     """Token id of the mask, which is never chosen."""
     num_token_ids: int
     """Token ids from this one on do not exist in the tokenizer, and are never chosen."""
-    eos: tuple[int, ...] = ()
-    """EOS ids that are not chosen at positions before ``min_position``."""
-    min_position: int = 0
     temperature: float = 0.0
     """0: the most probable token. Above: a token is drawn."""
     top_p: float | None = None
@@ -35,8 +32,6 @@ class Scoring:
     min_p: float = 0.0
     seed: int = 0
     """Seed of the draws."""
-    eos_columns: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """The columns of ``eos`` in a shard, by the shard's first token id and size; ``score.shards`` fills it once."""
 
     @property
     def truncated(self) -> bool:

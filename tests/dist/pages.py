@@ -25,22 +25,22 @@ from lopa_ascend.engine.engine import Engine
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.parallel.placement import Share
-from lopa_ascend.runner import layout
+from lopa_ascend.runner import batch
+from lopa_ascend.runner.batch import slot_mapping
 from lopa_ascend.runner.eager import EagerExecutor
-from lopa_ascend.runner.layout import slot_mapping
 
 
 def leave_out_writes(patch: pytest.MonkeyPatch, kept: Callable[[Share, PageTables], set[int]]) -> None:
     """Only the slots in ``kept`` are written to."""
-    whole = layout._writes
+    whole = batch._writes
 
-    def writes(share, pages):
-        slots, source = whole(share, pages)
+    def writes(share, row_tokens, pages):
+        slots, source = whole(share, row_tokens, pages)
         live = [page for slot in kept(share, pages) for page in pages.by_slot[slot]]
         where = np.isin(slots // PAGE_SIZE, live)
         return slots[where], source[where]
 
-    patch.setattr(layout, "_writes", writes)
+    patch.setattr(batch, "_writes", writes)
 
 
 def without_idle_slots(patch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(path: str, mo
         steps += 1
         if steps == 3:
             bad, seats = served.scheduler.running["bad"], served.runner.graphs.seats
-            seats.storage.hidden[seats.hidden_row(bad, bad.window_start)] = torch.nan
+            seats.storage.hidden[seats.hidden_row(bad, seats.of[bad].window_start)] = torch.nan
     assert "not finite" in str(ended["bad"].error)
     assert ended["good"].error is None
     assert tokens == list(alone.token_ids)

@@ -107,15 +107,16 @@ def test_neighbours_without_a_grammar_keep_their_tokens(models: dict[str, Path],
 @pytest.mark.parametrize("name", slow_but(list(CASES), ["sdar"]))
 def test_an_answer_goes_on_to_min_new_tokens_as_far_as_its_grammar_does(models: dict[str, Path], name: str):
     model, prompt = models[name], tokenizer(models[name]).encode("what is 3 and 4?")
-    forms: list[Any] = [{"regex": "[a-z]{1,30}"}, {"choice": ["no"]}, {"regex": "x{3}[a-c]?"}]
+    forms: list[Any] = [{"regex": "[a-z]{1,30}"}, {"choice": ["no"]}, {"regex": "x{3}[a-c]?"}, {"grammar": 'start: ""'}]
     for options in CASES[name]:
         asked = {"max_new_tokens": 64, "block_size": 32, **options, "min_new_tokens": 6}
         params = [DecodingParams.of(**asked, structured_outputs=form) for form in forms]
-        long, short, middle = run(engine(model), [(prompt, own) for own in params])
+        long, short, middle, empty = run(engine(model), [(prompt, own) for own in params])
         assert 6 <= len(long.token_ids) <= 30
         assert tokenizer(model).decode(short.token_ids) == "no"
         assert len(tokenizer(model).decode(middle.token_ids)) == 4 or len(middle.token_ids) >= 6
-        assert {output.finish_reason for output in (long, short, middle)} == {"stop"}
+        assert not empty.token_ids
+        assert {output.finish_reason for output in (long, short, middle, empty)} == {"stop"}
 
 
 @pytest.mark.parametrize("name", slow_but(list(CASES), ["sdar"]))

@@ -24,7 +24,7 @@ from lopa_ascend.graph.policy import Launch, Predicted, RequestParams, Rows, Sta
 from lopa_ascend.graph.tensors import ModelInputs
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, pages_for
 from lopa_ascend.parallel.placement import Placement
-from lopa_ascend.runner.layout import build_batch
+from lopa_ascend.runner.batch import build_batch
 from lopa_ascend.types import DREAM, ModelProperties, RowResult, SequencePlan, StepRecord
 
 MASK, EOS, VOCAB, FILLER = 50, (7, 9), 40, 41
@@ -339,6 +339,7 @@ def expected_writes(plan: SequencePlan, pages: torch.Tensor, shared: int, size: 
         return {}
     tables = PageTables(PageAllocator(0), 0)
     tables.by_slot, tables.num_shared_pages = pages.tolist(), shared
-    batch = build_batch([(share, tables)], CpuOps(), 0)
+    batch = build_batch([(share, tables)], CpuOps(), 0).inputs
+    assert batch is not None
     positions, tokens = batch.positions[batch.source], batch.tokens[batch.source]
     return dict(zip(batch.slot_mapping.tolist(), zip(positions.tolist(), tokens.tolist(), strict=True), strict=True))

@@ -18,7 +18,7 @@ from lopa_ascend.backend.interface import Entries
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.runner.layout import slot_mapping
+from lopa_ascend.runner.batch import slot_mapping
 from lopa_ascend.types import KVShape
 from tests.tiers import slow_but
 from tests.torch.paging import paged_step, randn

@@ -77,13 +77,6 @@ def test_rows_whose_logits_are_not_finite_are_named_and_disturb_no_other(value: 
         assert torch.equal(column[finite], same[finite])
 
 
-def test_eos_waits_for_min_position() -> None:
-    x = logits()
-    x[:, 3] = 30.0
-    token, *_ = run(x, replace(GREEDY, eos=(3,), min_position=12), first=10)
-    assert (token == 3).tolist() == [False, False, True, True, True, True]
-
-
 def test_noise_depends_on_seed_position_round_and_token_alone() -> None:
     positions, ids = torch.tensor([4, 9, 2]), torch.arange(VOCAB)
     noise = gumbel_noise(1, positions, 3, ids)
@@ -177,12 +170,3 @@ def test_top_k_of_one_cannot_draw_what_may_not_be_chosen() -> None:
     x[:, MASK] = 30.0
     token, *_ = run(x, replace(GREEDY, temperature=1.0, top_k=1))
     assert torch.equal(token, allowed(x).argmax(-1))
-
-
-def test_early_eos_ids_are_looked_up_once_for_each_shard() -> None:
-    x, scoring = torch.randn(2, 8), replace(GREEDY, eos=(3, 12), min_position=12)
-    for _ in range(3):
-        for first in (0, 8):
-            shard_scores(x.clone(), scoring, torch.tensor([1, 2]), 0, first)
-    assert {key: columns.tolist() for key, columns in scoring.eos_columns.items()} == {(0, 8): [3], (8, 8): [4]}
-    assert replace(scoring, eos=(1,)).eos_columns == {}

@@ -6,17 +6,20 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lopa_ascend.score.merge import merge_scores
 from lopa_ascend.score.noise import gumbel_noise
-from lopa_ascend.score.shards import shard_scores
+from lopa_ascend.score.shards import Bans, PerRow, shard_scores
 from lopa_ascend.types import Scoring
 
 VOCAB, MASK, TOKENS, ROWS = 331, 150, 310, 13
-GREEDY = Scoring("max_prob", MASK, TOKENS, eos=(3, 200), min_position=5)
+GREEDY = Scoring("max_prob", MASK, TOKENS)
+BANNED, NUM_BANNED = [3, 200], 5
+"""Ids that may not be chosen in the first rows, and the number of these rows."""
 CONFIDENCES = ["max_prob", "margin", "neg_entropy"]
 SAMPLING: list[tuple[float, int | None, float | None]] = [
     (0.0, None, None),
@@ -30,9 +33,14 @@ Scores = tuple[Tensor, ...]
 
 def logits(seed: int, rows: int = ROWS) -> Tensor:
     x = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
-    x[:, 3] += 6  # eos is worth forbidding, and the mask often best
+    x[:, 3] += 6  # worth forbidding, and the mask often best
     x[:, MASK] += 6
     return x
+
+
+def bans(num_rows: int) -> Bans:
+    index = np.where(np.arange(num_rows) < NUM_BANNED, 0, -1)
+    return Bans(PerRow((torch.tensor(BANNED),), index), PerRow((), np.full(num_rows, -1)))
 
 
 def gather(x: Tensor, scoring: Scoring, cuts: list[int], limit: int | None = 64, round_: int = 2) -> Tensor:
@@ -40,7 +48,7 @@ def gather(x: Tensor, scoring: Scoring, cuts: list[int], limit: int | None = 64,
     bounds = [0, *cuts, x.shape[-1]]
     positions = torch.arange(len(x))
     shards = [
-        shard_scores(x[:, begin:end].clone(), scoring, positions, round_, begin, limit)
+        shard_scores(x[:, begin:end].clone(), scoring, positions, round_, begin, limit, bans(len(x)))
         for begin, end in zip(bounds, bounds[1:], strict=False)
     ]
     return torch.stack(shards)
@@ -62,7 +70,7 @@ def softmax(x: Tensor, scoring: Scoring, round_: int = 2) -> tuple[Tensor, Tenso
     x = x.double() / (scoring.temperature or 1.0)
     never = torch.zeros_like(x, dtype=torch.bool)
     never[:, MASK] = never[:, TOKENS:] = True
-    never[: scoring.min_position, list(scoring.eos)] = True
+    never[:NUM_BANNED, BANNED] = True
     ranked, order = x.masked_fill(never, -math.inf).sort(dim=-1, descending=True, stable=True)
     if scoring.top_k is not None:
         ranked[:, scoring.top_k :] = -math.inf
@@ -183,7 +191,8 @@ def test_a_rows_bits_do_not_depend_on_the_rows_around_it(confidence, temperature
             for column, all_rows in zip(merge_scores(stats[:, some], scoring, positions[some], 2), whole, strict=True):
                 assert torch.equal(column, all_rows[some])
         for chunk in positions.split(16)[:2]:
-            alone = shard_scores(x[chunk, 30:200].clone(), scoring, chunk, 2, 30, limit)
+            own = bans(rows).within(int(chunk[0]), len(chunk))
+            alone = shard_scores(x[chunk, 30:200].clone(), scoring, chunk, 2, 30, limit, own)
             if cuts:
                 assert torch.equal(alone, stats[1, chunk])
 
@@ -208,8 +217,8 @@ def test_shards_of_any_size_tell_as_many_numbers(changes, numbers) -> None:
 def test_a_nucleus_beyond_the_offers_is_drawn_from_the_offers() -> None:
     x = torch.zeros(2000, VOCAB)
     x[:, MASK] = -50.0
-    scoring = replace(GREEDY, temperature=1.0, top_p=0.9, min_position=0, num_token_ids=VOCAB)
-    token, prob, confidence = score(x, scoring, [100], limit=4)
+    scoring = replace(GREEDY, temperature=1.0, top_p=0.9, num_token_ids=VOCAB)
+    token, prob, confidence = (column[NUM_BANNED:] for column in score(x, scoring, [100], limit=4))
     assert set(token.tolist()) == {0, 1, 2, 3, 100, 101, 102, 103}
-    torch.testing.assert_close(prob, torch.full((2000,), 1 / 8))
+    torch.testing.assert_close(prob, torch.full((2000 - NUM_BANNED,), 1 / 8))
     assert confidence.isfinite().all()

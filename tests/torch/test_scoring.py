@@ -15,7 +15,7 @@ from lopa_ascend.parallel.collectives import ALONE
 from lopa_ascend.probe import no_probe
 from lopa_ascend.runner.scoring import HEAD_ROWS, Job, Scorer
 from lopa_ascend.score.noise import gumbel_noise
-from lopa_ascend.score.shards import Bans
+from lopa_ascend.score.shards import Bans, PerRow
 from lopa_ascend.types import Scoring
 
 VOCAB = 152_064
@@ -58,13 +58,15 @@ def job(rows: list[int], scoring: Scoring, round_: int = 0, bans: Bans | None = 
 @pytest.mark.parametrize(
     "scoring", [GREEDY, SAMPLED, Scoring("margin", 5, VOCAB), Scoring("max_prob", 5, VOCAB, temperature=1.0, top_p=0.9)]
 )
-def test_jobs_under_grammars_share_the_head_and_keep_their_bits(scoring: Scoring) -> None:
+def test_jobs_with_bans_share_the_head_and_keep_their_bits(scoring: Scoring) -> None:
     model = Logits(24)
     even, only = (torch.arange(VOCAB) % 2 == 0).float(), (torch.arange(VOCAB) != 77).float()
+    nothing = PerRow((), np.full(3, -1))
+    words = PerRow((torch.tensor([77, 78]), torch.tensor([3])), np.array([1, -1, 0]))
     jobs = [
-        job([0, 1], scoring, bans=Bans((even,), np.array([0, -1]), True)),
-        job([2, 3, 4], scoring),
-        job([5, 6, 7], scoring, bans=Bans((only, even), np.array([1, 0, -1]), True)),
+        job([0, 1], scoring, bans=Bans(nothing.within(0, 2), PerRow((even,), np.array([0, -1])))),
+        job([2, 3, 4], scoring, bans=Bans(words, nothing)),
+        job([5, 6, 7], scoring, bans=Bans(nothing, PerRow((only, even), np.array([1, 0, -1])))),
         job(list(range(8, 23)), scoring),
     ]
     alone = [score(model, [each])[0] for each in jobs]

@@ -17,10 +17,8 @@ from lopa_ascend.families import dream
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.decoder import Decoder
-from lopa_ascend.parallel.placement import Share
-from lopa_ascend.runner.eager import EagerExecutor
-from lopa_ascend.runner.layout import slot_mapping
-from lopa_ascend.runner.scoring import Job
+from lopa_ascend.runner.batch import slot_mapping
+from lopa_ascend.runner.eager import EagerExecutor, Pass
 from lopa_ascend.types import RowPlan, RowResult, Scoring, SequencePlan
 from tests.dream_checkpoint import load
 from tests.tiers import slow_but
@@ -44,12 +42,11 @@ class Run:
         scoring = Scoring("max_prob", mask, self.config.vocab_size)
         self.sequence = Sequence(request, self.strategy, scoring, self.page_tables)
 
-    def forward(self, plan: SequencePlan) -> tuple[Share, Job, list[RowResult]]:
-        share = self.executor.placement.share(plan)
-        job = self.executor.forward([self.sequence], [share])[0]
-        results = self.executor.exchange([plan], [job])[0]
+    def forward(self, plan: SequencePlan) -> tuple[Pass, list[RowResult]]:
+        passes, predictions = self.executor.forward([self.sequence], [self.executor.placement.share(plan)])
+        results = self.executor.exchange([plan], predictions)[0]
         assert results is not None
-        return share, job, results
+        return passes[0], results
 
     def make_room(self, plan: SequencePlan) -> None:
         self.sequence.plan = plan
@@ -142,14 +139,14 @@ def test_a_branch_is_bit_equal_whatever_shares_its_batch(attention: str, tmp_pat
     plan = run.strategy.plan()
     while plan is not None:
         run.make_room(plan)
-        *_, results = run.forward(plan)
+        _, results = run.forward(plan)
         anchor = len(plan.rows) - 1
-        *_, again = run.forward(replace(plan, rows=(plan.rows[anchor],)))
+        _, again = run.forward(replace(plan, rows=(plan.rows[anchor],)))
         assert again[0] == results[anchor]
         compared += len(plan.rows) > 1
-        share, job, results = run.forward(plan)
+        computed, results = run.forward(plan)
         record = run.strategy.absorb(plan, results, 0, 0)
-        run.executor.commit(run.sequence, share, record.winner, job)
+        run.executor.commit(run.sequence, computed, record.winner)
         run.page_tables.share_committed(run.strategy.num_committed)
         plan = run.strategy.plan()
     assert compared > 5

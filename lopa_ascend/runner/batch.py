@@ -8,33 +8,81 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from lopa_ascend.backend.interface import Entries, Ops
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for
 from lopa_ascend.model.base import ForwardInputs
-from lopa_ascend.parallel.placement import Indices, Share
+from lopa_ascend.parallel.placement import Share
 from lopa_ascend.types import RowPlan
 
+Indices = NDArray[np.int64]
+NOTHING: Indices = np.empty(0, dtype=np.int64)
 BEFORE_WINDOW = -1
 """Stands for the position before the window in place of a token: the batch does not compute that position."""
 
-Span = tuple[int, int, int, int]
-"""One attention entry: (keys that its queries see, end, length, row of the share). The queries are at the positions
-[end - length, end) of the row, and see every key before their number."""
+
+class Span(NamedTuple):
+    """One attention entry. Its queries are at the positions [end - length, end) of a row."""
+
+    num_keys: int
+    """The queries see every key before this position."""
+    end: int
+    length: int
+    row: int
+    """Index in the share."""
 
 
-def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops, logit_shift: int) -> ForwardInputs:
-    """The batch of some sequences, each of which has at least one row. Notes in the shares where they lie in it.
+class Part(NamedTuple):
+    """Where one sequence lies in a batch; the defaults are those of a share without a row."""
 
-    The hidden states that are returned are, of all sequences, first those that predict and then the last committing
-    ones.
+    share: Share
+    num_computed: int = 0
+    """Tokens of the batch that belong to the sequence."""
+    starts_before: bool = False
+    """The position before the window, which the batch does not compute, predicts the first of ``positions``."""
+    predicting: Indices = NOTHING
+    """Index in the batch of each token that predicts one of the other ``positions``, ascending."""
+    positions: Indices = NOTHING
+    """The predicted positions. Rows that share a hidden state share its prediction."""
+    predicted_rows: Indices = NOTHING
+    """For each of ``positions`` a row of the share that it is predicted for."""
+    order: Indices = NOTHING
+    """For every masked position of every row, by branch: the index in ``positions``."""
+    committing: Indices = NOTHING
+    """Index in the batch of the last committing position: one for each row where keys and values differ by branch,
+    otherwise one for the sequence; none if nothing commits."""
+
+
+class Batch(NamedTuple):
+    """What one rank computes in a step."""
+
+    inputs: ForwardInputs | None
+    """The hidden states that are returned are, of all parts, first those that predict and then the committing ones.
+    None if no sequence has a row."""
+    parts: tuple[Part, ...]
+    """One for each sequence."""
+
+    def split(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """For each part the hidden states that predict, and the committing ones."""
+        sizes = [len(part.predicting) for part in self.parts] + [len(part.committing) for part in self.parts]
+        states, count = hidden.split(sizes), len(self.parts)
+        return list(zip(states[:count], states[count:], strict=True))
+
+
+def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops, logit_shift: int) -> Batch:
+    """The batch of some sequences.
 
     Args:
         logit_shift: see ``ModelProperties``.
     """
+    parts: list[Part] = []
     tokens: list[Indices] = []
     positions: list[Indices] = []
     written: list[Indices] = []
@@ -44,12 +92,13 @@ def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops, logit_shift
     page_tables: list[Sequence[int]] = []
     prefix_groups: list[int] = []
     prefixes: list[int] = []
-    num_computed = 0
-    for index, (share, pages) in enumerate(items):
-        spans = _spans(share)
-        _place(share, spans, num_computed, logit_shift)
-        num_computed += share.num_computed
-        prefix_length = share.plan.prefix_length
+    for share, pages in items:
+        if not share.rows:
+            parts.append(Part(share))
+            continue
+        spans, prefix_length = _spans(share), share.plan.prefix_length
+        row_tokens = _row_tokens(share, spans, sum(lengths))
+        parts.append(_part(share, spans, row_tokens, logit_shift))
         for num_keys, end, length, number in spans:
             row, begin = share.rows[number], end - length
             tokens.append(np.array(row.tokens[begin - row.start : end - row.start], dtype=np.int64))
@@ -57,15 +106,15 @@ def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops, logit_shift
             lengths.append(length)
             kv_lengths.append(num_keys)
             page_tables.append(pages.by_slot[share.slots[number]])
-            # Group 2 * i is for queries of sequence i inside its prefix, if this step computes them, and 2 * i + 1 for
-            # those after it. So the first block reads a prompt of the same step exactly as it reads a cached prompt.
-            prefix_groups.append(2 * index + (begin >= prefix_length))
+            # A sequence has a group for queries inside its prefix, if this step computes them, and then one for those
+            # after it. So the first block reads a prompt of the same step exactly as it reads a cached prompt.
+            prefix_groups.append(len(prefixes) + (begin >= prefix_length))
         prefixes += [0, prefix_length]
-        positions_written, source = _writes(share, pages)
+        positions_written, source = _writes(share, row_tokens, pages)
         written.append(positions_written)
         sources.append(source)
-    wanted = [share.predicting[share.predicting != BEFORE_WINDOW] for share, _ in items]
-    wanted += [last_committing(share) for share, _ in items]
+    if not tokens:
+        return Batch(None, tuple(parts))
     entries = Entries(
         lengths=tuple(lengths),
         kv_lengths=tuple(kv_lengths),
@@ -74,17 +123,18 @@ def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops, logit_shift
         prefixes=tuple(prefixes),
     ).divided(ops.max_queries)
 
-    def on_device(column: list[Indices]) -> torch.Tensor:
+    def on_device(column: list[Indices]) -> Tensor:
         return torch.from_numpy(np.concatenate(column)).to(ops.device)
 
-    return ForwardInputs(
+    inputs = ForwardInputs(
         tokens=on_device(tokens),
         positions=on_device(positions),
         slot_mapping=on_device(written),
         source=on_device(sources),
         entries=replace(entries, page_tables=entries.page_tables.to(ops.device)),
-        rows=on_device(wanted),
+        rows=on_device([part.predicting for part in parts] + [part.committing for part in parts]),
     )
+    return Batch(inputs, tuple(parts))
 
 
 def _spans(share: Share) -> list[Span]:
@@ -98,44 +148,53 @@ def _spans(share: Share) -> list[Span]:
                 # An entry that spans prompt and first block is cut where the prefix ends.
                 cuts = [begin, prefix_length, end] if begin < prefix_length < end else [begin, end]
                 num_keys = max(end, row.stale_end)
-                spans += [(num_keys, last, last - first, index) for first, last in zip(cuts, cuts[1:], strict=False)]
+                spans += [Span(num_keys, last, last - first, index) for first, last in pairwise(cuts)]
             begin = end
     return sorted(spans)
 
 
-def _place(share: Share, spans: Sequence[Span], first_token: int, logit_shift: int) -> None:
-    """Notes where a sequence lies in the batch: the tokens of ``spans``, one after the other, from index
-    ``first_token`` on."""
+def _row_tokens(share: Share, spans: Sequence[Span], first_token: int) -> list[Indices]:
+    """For each row the index in the batch of the token at each of its positions. The tokens of ``spans`` lie there one
+    after the other, from index ``first_token`` on."""
     row_tokens = [np.full(len(row.tokens), BEFORE_WINDOW, dtype=np.int64) for row in share.rows]
     next_token = first_token
     for _, end, length, index in spans:
-        offset = end - length - share.plan.start
+        offset = end - length - share.rows[index].start
         row_tokens[index][offset : offset + length] = np.arange(next_token, next_token + length)
         next_token += length
     for row, tokens in zip(share.rows, row_tokens, strict=True):
         num_taken_over = row.compute_from - row.start
         tokens[:num_taken_over] = row_tokens[-1][:num_taken_over]
-    share.row_tokens, share.num_computed = row_tokens, next_token - first_token
-    _place_predictions(share, logit_shift)
+    return row_tokens
 
 
-def _place_predictions(share: Share, logit_shift: int) -> None:
-    """Notes the tokens whose hidden states predict the masked positions of all rows. A token that several rows share is
-    listed once, with the first of these rows."""
+def _part(share: Share, spans: Sequence[Span], row_tokens: list[Indices], logit_shift: int) -> Part:
+    """Where a sequence lies in the batch. A token whose hidden state several rows share is listed once, with the first
+    of these rows."""
     masked_by_row = [np.array(row.masked, dtype=np.int64) for row in share.rows]
     predicting_by_row = [
         _tokens_at(row, tokens, masked - logit_shift)
-        for row, tokens, masked in zip(share.rows, share.row_tokens, masked_by_row, strict=True)
+        for row, tokens, masked in zip(share.rows, row_tokens, masked_by_row, strict=True)
     ]
     num_masked = [len(masked) for masked in masked_by_row]
     rows = np.repeat(np.arange(len(masked_by_row)), num_masked)
-    share.predicting, first_use, inverse = np.unique(
+    predicting, first_use, inverse = np.unique(
         np.concatenate(predicting_by_row), return_index=True, return_inverse=True
     )
-    share.positions, share.predicted_rows = np.concatenate(masked_by_row)[first_use], rows[first_use]
     by_row = np.split(inverse, np.cumsum(num_masked)[:-1])
     by_branch = sorted(range(len(by_row)), key=share.branches.__getitem__)
-    share.order = np.concatenate([by_row[row] for row in by_branch])
+    starts_before = BEFORE_WINDOW in predicting[:1]
+    num_new, committing = share.plan.num_new, row_tokens if share.plan.winner_commits else row_tokens[-1:]
+    return Part(
+        share=share,
+        num_computed=sum(span.length for span in spans),
+        starts_before=starts_before,
+        predicting=predicting[starts_before:],
+        positions=np.concatenate(masked_by_row)[first_use],
+        predicted_rows=rows[first_use],
+        order=np.concatenate([by_row[row] for row in by_branch]),
+        committing=np.array([tokens[num_new - 1] for tokens in committing if num_new], dtype=np.int64),
+    )
 
 
 def _tokens_at(row: RowPlan, tokens: Indices, positions: Indices) -> Indices:
@@ -144,15 +203,7 @@ def _tokens_at(row: RowPlan, tokens: Indices, positions: Indices) -> Indices:
     return np.where(offsets < 0, BEFORE_WINDOW, tokens[np.maximum(offsets, 0)])
 
 
-def last_committing(share: Share) -> Indices:
-    """Index in the batch of the last committing position: one for each row where keys and values differ by branch,
-    otherwise one for the sequence; none if nothing commits."""
-    plan = share.plan
-    rows = share.row_tokens if plan.winner_commits else share.row_tokens[-1:]
-    return np.array([tokens[plan.num_new - 1] for tokens in rows if plan.num_new], dtype=np.int64)
-
-
-def _writes(share: Share, pages: PageTables) -> tuple[Indices, Indices]:
+def _writes(share: Share, row_tokens: list[Indices], pages: PageTables) -> tuple[Indices, Indices]:
     """Where the step writes keys and values. This is the single-phase KV update: what a step commits goes to all slots
     in the step itself.
 
@@ -163,7 +214,7 @@ def _writes(share: Share, pages: PageTables) -> tuple[Indices, Indices]:
     Returns:
         The flat cache positions; and for each of them the index in the batch of the token that is written there.
     """
-    plan, row_tokens = share.plan, share.row_tokens
+    plan = share.plan
     if plan.fills_all_slots:
         num_common = len(row_tokens[-1])
     elif plan.winner_commits:
@@ -191,7 +242,7 @@ def slot_mapping(page_table: Sequence[int], begin: int, end: int) -> Indices:
     return pages * PAGE_SIZE + positions % PAGE_SIZE
 
 
-def _page_tables(tables: Sequence[Sequence[int]], kv_lengths: Sequence[int]) -> torch.Tensor:
+def _page_tables(tables: Sequence[Sequence[int]], kv_lengths: Sequence[int]) -> Tensor:
     """int32 [entries, pages]; the columns after an entry's own pages repeat its last page."""
     width = pages_for(max(kv_lengths))
     out = np.empty((len(tables), width), dtype=np.int32)
