@@ -10,7 +10,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.constraint import Constraint
-from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.decode.strategy import Start, Strategy
 from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import DREAM, RowPlan, RowResult, StepRecord
@@ -72,7 +72,9 @@ class Passes:
         is_dream = params.block_size != 4 and "fast_dllm_v2" not in (params.decoding, params.base)
         properties = DREAM if is_dream else FAMILIES[family].properties
         constraint = Rounds(self.grammars.matcher(params.structured_outputs, self.ends), self.ends)
-        return begin(PROMPT, params, self.mask, frozenset(self.ends), properties=properties, constraint=constraint)
+        return begin(
+            Start(PROMPT, params, self.mask, frozenset(self.ends), properties=properties, constraint=constraint)
+        )
 
     def predicted(self, strategy: Strategy, row: RowPlan, seed: str) -> RowResult:
         """What is first is among what fits, and by preference ends something. Equal rows get equal predictions, and

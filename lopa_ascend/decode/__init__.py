@@ -7,19 +7,15 @@ steps do the same with tensors (``graph/policy``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from lopa_ascend.config import DecodingParams, add_decoding, find_decoding
-from lopa_ascend.decode.canvas import Canvas, Parallel
-from lopa_ascend.decode.constraint import Constraint
+from lopa_ascend.config import add_decoding, find_decoding
+from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.fast_dllm import FastDllm
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
 from lopa_ascend.decode.lopa import Lopa, LopaFastDllm, LopaFastDllmV2, LopaParallel
-from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.decode.strategy import Start, Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
-from lopa_ascend.types import DREAM, GappedText, ModelProperties
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "lopa": Lopa,
@@ -40,18 +36,9 @@ LOPA_OVER: dict[str, type[Strategy]] = {
 """What decodes as "lopa" over other decodings, by ``DecodingParams.base``."""
 
 
-def begin(
-    prompt: Sequence[int],
-    params: DecodingParams,
-    mask: int,
-    eos: frozenset[int],
-    num_committed: int = 0,
-    properties: ModelProperties = DREAM,
-    constraint: Constraint | None = None,
-    gapped: GappedText | None = None,
-) -> Strategy:
-    """The strategy that ``params`` names, at the start of a sequence; for the arguments see ``Strategy``, for the
-    last one ``Canvas``."""
+def begin(start: Start) -> Strategy:
+    """The strategy that ``start.params`` names, at the start of a sequence."""
+    params = start.params
     strategy: type[Strategy] | None
     if params.decoding != "lopa":
         strategy = STRATEGIES.get(params.decoding) or find_decoding(params.decoding)
@@ -60,10 +47,8 @@ def begin(
     else:
         strategy = LOPA_OVER[params.base]
     assert strategy is not None, "DecodingParams checks the name"
-    if gapped is not None:
-        assert issubclass(strategy, Canvas), "Limits.check_gaps refuses the others"
-        return strategy(prompt, params, mask, eos, num_committed, properties, constraint, gapped)
-    return strategy(prompt, params, mask, eos, num_committed, properties, constraint)
+    assert start.gapped is None or strategy.fills_gaps, "Limits.check_gaps refuses the others"
+    return strategy(start)
 
 
 def register_decoding(name: str, strategy: type[Strategy]) -> None:

@@ -12,23 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 
-from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import most_confident
 from lopa_ascend.decode.blocks import Block, Branch, threshold_count
-from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.decode.lengths import GapLengths
-from lopa_ascend.decode.strategy import Strategy
-from lopa_ascend.types import (
-    DREAM,
-    BranchRecord,
-    Fill,
-    GappedText,
-    ModelProperties,
-    RowPlan,
-    RowResult,
-    SequencePlan,
-    StepRecord,
-)
+from lopa_ascend.decode.strategy import Start, Strategy
+from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
 
 SMALLEST = 1e-30
 """A lower probability counts as this one where logarithms are averaged."""
@@ -42,28 +30,16 @@ class Canvas(Strategy):
 
     Attributes:
         gaps: the places of the runs of masks among the generated positions.
-
-    Args:
-        gapped: the canvas; None: masks alone.
     """
 
     fills_gaps = True
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        params: DecodingParams,
-        mask: int,
-        eos: frozenset[int],
-        num_committed: int = 0,
-        properties: ModelProperties = DREAM,
-        constraint: Constraint | None = None,
-        gapped: GappedText | None = None,
-    ) -> None:
-        assert not num_committed, "the keys and values of the prompt depend on the canvas"
-        super().__init__(prompt, params, mask, eos, num_committed, properties, constraint)
+    def __init__(self, start: Start) -> None:
+        assert not start.num_committed, "the keys and values of the prompt depend on the canvas"
+        super().__init__(start)
+        params, mask, gapped = start.params, start.mask, start.gapped
         self._has_gaps = gapped is not None
-        self._ends_early = params.finish_at_eos and constraint is None
+        self._ends_early = params.finish_at_eos and start.constraint is None
         self._ends_early &= self._has_gaps or (params.max_active_blocks or 1) > 1
         self._lengths: GapLengths | None = None
         """Set while the lengths of gaps are not known."""

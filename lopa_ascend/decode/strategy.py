@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lopa_ascend.config import DecodingParams
@@ -22,6 +22,7 @@ from lopa_ascend.types import (
     BranchRecord,
     Edit,
     Fill,
+    GappedText,
     GrammarError,
     ModelProperties,
     RowPlan,
@@ -29,6 +30,27 @@ from lopa_ascend.types import (
     SequencePlan,
     StepRecord,
 )
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the decoding of a sequence begins with."""
+
+    prompt: Sequence[int]
+    """Token ids."""
+    params: DecodingParams
+    mask: int
+    """Token id of the mask."""
+    eos: frozenset[int]
+    """EOS ids, which end the answer unless ``params.ignore_eos``."""
+    num_committed: int = 0
+    """Positions of the prompt whose keys and values are in the cache already."""
+    properties: ModelProperties = DREAM
+    """The model's."""
+    constraint: Constraint | None = None
+    """What the answer keeps to; None: it is free."""
+    gapped: GappedText | None = None
+    """For a decoding that ``fills_gaps``: the canvas; None: masks alone."""
 
 
 class Strategy(ABC):
@@ -50,17 +72,9 @@ class Strategy(ABC):
         ends: token ids that end the answer.
         is_stuck: the last pass filled nothing that a rule had accepted.
         is_crowded: so many requests run that drafts do not pay; the engine sets it before each pass.
-        constraint: see the arguments.
+        constraint: see ``Start``.
         alternatives: by position: the most probable tokens with their probabilities, as the pass predicted them that
             the token of the position comes from. Empty unless the request asks for ``top_logprobs``.
-
-    Args:
-        prompt: token ids.
-        mask: token id of the mask.
-        eos: EOS ids, which end the answer unless ``params.ignore_eos``.
-        num_committed: positions of the prompt whose keys and values are in the cache already.
-        properties: of the model.
-        constraint: what the answer keeps to; None: it is free.
     """
 
     like: ClassVar[str]
@@ -70,34 +84,25 @@ class Strategy(ABC):
     """Whether the decoding fills texts with gaps."""
     own: Any
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        params: DecodingParams,
-        mask: int,
-        eos: frozenset[int],
-        num_committed: int = 0,
-        properties: ModelProperties = DREAM,
-        constraint: Constraint | None = None,
-    ) -> None:
-        self.params = params
-        self.constraint = constraint
-        self.properties = properties
-        self.prompt = tuple(prompt)
-        self.mask = mask
-        self.ends = params.ends(eos)
+    def __init__(self, start: Start) -> None:
+        self.params = params = start.params
+        self.constraint = start.constraint
+        self.properties = properties = start.properties
+        self.prompt = prompt = tuple(start.prompt)
+        self.mask = mask = start.mask
+        self.ends = params.ends(start.eos)
         self._cuts = self.ends | {mask} if params.finish_at_eos else frozenset({mask})
         """The final tokens end before the first of these token ids."""
         self.origin = properties.origin(len(prompt), params.block_size)
         self.limit = properties.limit(len(prompt), params.max_new_tokens, params.block_size)
         self._rule = acceptance_rule(params)
         self.own = None if self.parameters is None else self.parameters(**dict(params.own))
-        self.num_committed = num_committed
+        self.num_committed = start.num_committed
         self.num_forwards = 0
         self.is_stuck = False
         self.is_crowded = False
         self.alternatives: dict[int, Alternatives] = {}
-        state = BlockState.IN_CACHE if num_committed == self.origin else BlockState.TO_CACHE
+        state = BlockState.IN_CACHE if self.num_committed == self.origin else BlockState.TO_CACHE
         first = Branch((), (Block(0, self.origin, 0, state, activated=True),), len(prompt))
         self.branches: Sequence[Branch] = (self.open(first),)
 

@@ -27,6 +27,7 @@ from lopa_ascend.decode import begin
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.decode.constraint import Constraint, Matcher
 from lopa_ascend.decode.masked import begin_masked
+from lopa_ascend.decode.strategy import Start
 from lopa_ascend.decode.thinking import ThinkingMatcher
 from lopa_ascend.engine.commands import Abort, Admit, Generate, StartProfile, StopProfile
 from lopa_ascend.engine.leader import Leader, Order, end_processes
@@ -559,7 +560,7 @@ def start_sequence(
     """
     eos = request.params.eos_ids_or(model.eos_token_ids)
     num_cached = 0 if entry is None else entry.num_positions
-    words, properties = banned_ids(request.params), request.properties
+    words = banned_ids(request.params)
     assert len(words) == len(request.params.bad_words), "the engine knows no text"
     constraint = None
     if request.grammar is not None:
@@ -569,8 +570,17 @@ def start_sequence(
         if (thinking := request.params.structured_outputs.thinking) is not None:
             matcher = ThinkingMatcher(matcher, thinking, num_token_ids)
         constraint = Constraint(matcher, ends)
-    start = (request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached, properties)
-    strategy = begin_masked(*start) if request.continuations else begin(*start, constraint, request.gapped)
+    start = Start(
+        prompt=request.prompt,
+        params=request.params,
+        mask=model.mask_token_id,
+        eos=frozenset(eos),
+        num_committed=num_cached,
+        properties=request.properties,
+        constraint=constraint,
+        gapped=request.gapped,
+    )
+    strategy = begin_masked(start) if request.continuations else begin(start)
     sequence = Sequence(
         request=request,
         strategy=strategy,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lopa_ascend.config import DecodingParams, Limits, ParameterError
 from lopa_ascend.config.settings import ContextLengthError
 from lopa_ascend.decode import begin
+from lopa_ascend.decode.strategy import Start
 from lopa_ascend.types import DREAM, ModelProperties, RowPlan, RowResult
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
@@ -60,11 +61,13 @@ def test_decisions_are_the_published_ones(path: Path) -> None:
     trace = json.loads(path.read_text())
     properties = FAMILIES[trace["family"]]
     strategy = begin(
-        trace["prompt_ids"],
-        params_of(trace),
-        trace["mask_token_id"],
-        frozenset([trace["eos_token_id"]]),
-        properties=properties,
+        Start(
+            trace["prompt_ids"],
+            params_of(trace),
+            trace["mask_token_id"],
+            frozenset([trace["eos_token_id"]]),
+            properties=properties,
+        )
     )
     for forward in (forward for forward in trace["trace"] if forward["fills"]):
         plan = strategy.plan()
@@ -141,7 +144,7 @@ def test_every_plan_keeps_to_the_grid(
         ignore_eos=True,
     )
     properties = ModelProperties(logit_shift=shift, attention="block_causal")
-    strategy = begin(range(prompt), params, 999, frozenset(), properties=properties)
+    strategy = begin(Start(range(prompt), params, 999, frozenset(), properties=properties))
     assert (strategy.origin, strategy.limit % size) == (prompt // size * size, 0)
     while (plan := strategy.plan()) is not None:
         results = []
