@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 
-from lopa_ascend.decode.acceptance import most_confident
+from lopa_ascend.decode.acceptance import filled_in, most_confident, to_the_last
 from lopa_ascend.decode.blocks import Block, Branch, threshold_count
 from lopa_ascend.decode.lengths import GapLengths
 from lopa_ascend.decode.strategy import Start, Strategy
@@ -39,7 +39,7 @@ class Canvas(Strategy):
         super().__init__(start)
         params, mask, gapped = start.params, start.mask, start.gapped
         self._has_gaps = gapped is not None
-        self._ends_early = params.finish_at_eos and start.constraint is None
+        self._ends_early = params.finish_at_eos and not self.grammar.binds
         self._ends_early &= self._has_gaps or (params.max_active_blocks or 1) > 1
         self._lengths: GapLengths | None = None
         """Set while the lengths of gaps are not known."""
@@ -211,6 +211,13 @@ class Parallel(Canvas):
     end (d3LLM, arXiv 2601.07568).
     """
 
+    def __init__(self, start: Start) -> None:
+        super().__init__(start)
+        params = start.params
+        self._eos_last = params.eos_last and not self.grammar.binds
+        if self.properties.fills_as_llada and params.acceptance == "factor":
+            self._rule = to_the_last(self._rule)
+
     @property
     def num_counted(self) -> int:
         return first_masked(self.anchor).start - len(self.prompt)
@@ -231,32 +238,34 @@ class Parallel(Canvas):
             window.append(block)
         return window
 
-    def accept(self, predicted: Sequence[Fill]) -> list[Fill]:
-        """What the rule lets through. Fast-dLLM's "factor" for LLaDA takes the first prediction in any case, and the
-        last one as soon as it comes to it."""
-        accepted = super().accept(predicted)
-        takes_last = self.properties.fills_as_llada and self.params.acceptance == "factor"
-        return list(predicted) if takes_last and max(1, len(accepted)) == len(predicted) - 1 else accepted
-
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         chosen: list[Fill] = []
         fallbacks, window = 0, self._window(branch)
-        for block in window:
-            in_block = predicted
-            if len(window) > 1:
-                in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
-            eos_last = self.params.eos_last and self.constraint is None  # a grammar says where the answer ends
-            late = [fill for fill in in_block if fill.token in self.ends] if eos_last else []
-            early = [fill for fill in in_block if fill not in late] if late else in_block
-            wanted = min(self._num_wanted(block), len(in_block)) if block is window[0] else 0
-            num_late = max(0, wanted - len(early))
-            filled, num_fallbacks = self.accept_in(branch, early, wanted - num_late)
-            chosen += sorted([*filled, *late[:num_late]], key=lambda fill: fill.position) if late else filled
-            fallbacks += num_fallbacks + num_late
-        if self.properties.fills_as_llada and len(chosen) == fallbacks and len(window) > 1:
+        for number, block in enumerate(window):
+            in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
+            wanted = 0 if number else min(self._num_wanted(block), len(in_block))
+            filled, num_fallbacks = self._chosen_in_block(branch, in_block, wanted)
+            chosen += filled
+            fallbacks += num_fallbacks
+        if self.properties.fills_as_llada and len(window) > 1 and len(chosen) == fallbacks:
             others = [fill for fill in most_confident(predicted) if fill not in chosen]
             return chosen + others, fallbacks + len(others)
         return chosen, fallbacks
+
+    def _chosen_in_block(self, branch: Branch, predicted: list[Fill], wanted: int) -> tuple[list[Fill], int]:
+        """As ``choose``, in one block. With ``eos_last`` a token that ends the answer is filled if no other is left.
+
+        Args:
+            wanted: the least that is filled.
+        """
+        late = [fill for fill in predicted if fill.token in self.ends] if self._eos_last else []
+        early = [fill for fill in predicted if fill not in late] if late else predicted
+        num_late = max(0, wanted - len(early))
+        first = self.grammar.must_fill(branch)
+        filled, fallbacks = filled_in(early, self.accept(early), wanted - num_late, first)
+        if num_late:
+            filled = sorted([*filled, *late[:num_late]], key=lambda fill: fill.position)
+        return filled, fallbacks + num_late
 
     def _num_wanted(self, block: Block) -> int:
         """Positions of the first block that the next pass must fill: 1, or with ``denoising_steps`` as many as the

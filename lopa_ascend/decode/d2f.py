@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lopa_ascend.decode.acceptance import float32
+from lopa_ascend.decode.acceptance import filled_in, float32
 from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.types import Edit, Fill, RowPlan, RowResult, SequencePlan
@@ -95,10 +95,11 @@ class D2F(Strategy):
         chosen: list[Fill] = []
         fallbacks = 0
         predicted = self.of_masks(branch, predicted)
+        first = self.grammar.must_fill(branch)
         for block in branch.active_blocks():
             in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
             wanted = min(self._num_wanted_in(block), len(in_block)) if block.activated else 0
-            filled, num_fallbacks = self.accept_in(branch, in_block, wanted)
+            filled, num_fallbacks = filled_in(in_block, self.accept(in_block), wanted, first)
             if self.params.acceptance == "sequential":  # which accepts none
                 filled, num_fallbacks = in_block[:wanted], wanted
             chosen += filled

@@ -20,6 +20,8 @@ from lopa_ascend.types import RowPlan
 class FastDllm(Parallel):
     """One sequence under Fast-dLLM. What a pass fills is decided as without a cache."""
 
+    forces_first = False  # the block's first pass is made for it
+
     def _row(self, branch: Branch) -> RowPlan:
         block, first = first_masked(branch), branch.first
         if not block.filled:
@@ -34,7 +36,3 @@ class FastDllm(Parallel):
             masked=tuple(branch.masked_in(block, self.mask)),
             stale_end=branch.end,
         )
-
-    def may_force(self, position: int) -> bool:
-        """Not the first position of a block, for which the block's first pass is made."""
-        return (position - self.origin) % self.params.block_size > 0

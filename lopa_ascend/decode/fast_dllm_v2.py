@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lopa_ascend.decode.acceptance import filled_in
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.types import Fill, RowPlan, SequencePlan
@@ -58,4 +59,5 @@ class FastDllmV2(D2F):
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         """The positions of the sub-block that the rule accepts, or the most confident one; and the first position of a
         block in any case."""
-        return self.accept_in(branch, predicted, least=min(1, len(predicted)))
+        first = self.grammar.must_fill(branch)
+        return filled_in(predicted, self.accept(predicted), min(1, len(predicted)), first)

@@ -47,7 +47,7 @@ class Lookaheads(Strategy):
     def branches_with(self, anchor: Branch, drafts: Sequence[Sequence[Fill]]) -> list[Branch]:
         """A lookahead branch for each of ``drafts``, which are its own tokens; and the anchor after them. A draft none
         of whose tokens fits a grammar is left out."""
-        branches = [self.follow(anchor.as_lookahead(draft, self.ends)) for draft in drafts]
+        branches = [self.grammar.follow(anchor.as_lookahead(draft, self.ends), self.extend) for draft in drafts]
         return [*(branch for branch in branches if branch.own_fills), anchor]
 
     @property

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.decode.acceptance import acceptance_rule, most_confident
+from lopa_ascend.decode.acceptance import acceptance_rule
 from lopa_ascend.decode.blocks import Block, BlockState, Branch
 from lopa_ascend.decode.constraint import Constraint
+from lopa_ascend.decode.following import FREE, GrammarFollower
 from lopa_ascend.types import (
     DREAM,
     Alternatives,
@@ -23,7 +24,6 @@ from lopa_ascend.types import (
     Edit,
     Fill,
     GappedText,
-    GrammarError,
     ModelProperties,
     RowPlan,
     RowResult,
@@ -72,7 +72,7 @@ class Strategy(ABC):
         ends: token ids that end the answer.
         is_stuck: the last pass filled nothing that a rule had accepted.
         is_crowded: so many requests run that drafts do not pay; the engine sets it before each pass.
-        constraint: see ``Start``.
+        grammar: keeps the branches to the grammar of the request.
         alternatives: by position: the most probable tokens with their probabilities, as the pass predicted them that
             the token of the position comes from. Empty unless the request asks for ``top_logprobs``.
     """
@@ -82,17 +82,21 @@ class Strategy(ABC):
     confidence: ClassVar[str | None] = None
     fills_gaps: ClassVar[bool] = False
     """Whether the decoding fills texts with gaps."""
+    forces_first: ClassVar[bool] = True
+    """Whether the first position of a block may be filled without a pass, where a grammar forces its token."""
     own: Any
 
     def __init__(self, start: Start) -> None:
         self.params = params = start.params
-        self.constraint = start.constraint
         self.properties = properties = start.properties
         self.prompt = prompt = tuple(start.prompt)
         self.mask = mask = start.mask
         self.ends = params.ends(start.eos)
         self._cuts = self.ends | {mask} if params.finish_at_eos else frozenset({mask})
         """The final tokens end before the first of these token ids."""
+        self.grammar = FREE
+        if start.constraint is not None:
+            self.grammar = GrammarFollower(start.constraint, mask, self.ends, forces_first=self.forces_first)
         self.origin = properties.origin(len(prompt), params.block_size)
         self.limit = properties.limit(len(prompt), params.max_new_tokens, params.block_size)
         self._rule = acceptance_rule(params)
@@ -183,8 +187,10 @@ class Strategy(ABC):
         edits = self.edits(branch, predicted)
         self.is_stuck = len(fills) == fallbacks
         after = self.after(branch, fills, edits)
-        fills, forced, remasked = self._changes(after, branch.own_fills, fills)
-        open_positions = [fill for fill in self.of_masks(branch, predicted) if self._is_open(fill, after)]
+        fills, forced, remasked = self.grammar.changes(self.anchor, branch.own_fills, fills, after)
+        tokens, first = after.tokens, after.first
+        masked = [fill for fill in self.of_masks(branch, predicted) if tokens[fill.position - first] == self.mask]
+        open_positions = [fill for fill in masked if self.grammar.admits(after, fill)]
         self.branches = [self.open(branch) for branch in self.spawn(after, open_positions)]
         record = StepRecord(
             index=self.num_forwards,
@@ -211,129 +217,14 @@ class Strategy(ABC):
 
     def after(self, branch: Branch, fills: Sequence[Fill], edits: Sequence[Edit]) -> Branch:
         """The branch after a pass that it wins, before it opens blocks."""
-        checked = branch.edit(edits, self.ends).check(changed=bool(edits))
-        num_before = len(self._beginning(branch)) if branch.masks else -1
-        return self.settle(self.follow(checked.fill(fills, self.ends).as_anchor(), num_before))
+        filled = branch.edit(edits, self.ends).check(changed=bool(edits)).fill(fills, self.ends).as_anchor()
+        return self.settle(self.grammar.follow(filled, self.extend, branch))
 
-    # ---- what a grammar adds ---------------------------------------------------------------------------------------
-
-    def follow(self, branch: Branch, num_before: int = -1) -> Branch:
-        """The branch after fills, as its grammar has it.
-
-        The filled beginning is followed up to the first mask. A token that does not fit is masked again, with what
-        follows it in its block. Then tokens are filled as long as only one can follow.
-
-        Every pass lets the beginning grow, so there are at most ``max_new_tokens`` of them: each fills the first mask
-        (``accept_in``) with one of the tokens that fit, which therefore stays. Every round here lets it grow, too.
-
-        Args:
-            num_before: tokens of the beginning before the fills, if these fill the first mask.
-
-        Raises:
-            GrammarError: nothing fits, the grammar is too hard to follow, or what it allowed does not fit.
-        """
-        if self.constraint is None:
-            return branch
-        while True:
-            beginning = self._beginning(branch)
-            num_fitting = self.constraint.admitted(beginning)
-            if num_fitting <= num_before:
-                raise GrammarError("the grammar does not go on with the token that it allowed")
-            num_before = num_fitting
-            if num_fitting < len(beginning):
-                branch = branch.mask_again(num_fitting, self.mask, self.ends)
-                beginning = beginning[:num_fitting]
-            forced = self.constraint.forced(beginning) if self.ends.isdisjoint(beginning) else []
-            if forced and len(beginning) == len(branch.tokens):
-                branch = self.extend(branch)
-            fills = self._fills_of(forced, branch, len(beginning))
-            if not fills:
-                return branch
-            branch = branch.fill(fills, self.ends)
-
-    def _fills_of(self, forced: Sequence[int], branch: Branch, index: int) -> list[Fill]:
-        """The fills that put forced tokens into the masks from a generated position on, as far as these reach."""
-        fills = []
-        for number, token in enumerate(forced, index):
-            position = branch.first + number
-            if number == len(branch.tokens) or branch.tokens[number] != self.mask or not self.may_force(position):
-                break
-            fills.append(Fill(position, token, 1.0, 1.0))
-        return fills
-
-    def _beginning(self, branch: Branch) -> tuple[int, ...]:
-        """The generated tokens up to the first mask."""
-        return branch.tokens[: branch.tokens.index(self.mask)] if branch.masks else branch.tokens
-
-    def allowed(self, row: RowPlan) -> int:
-        """The tokens that may be chosen at the first masked position of a row, as a set; see ``decode.constraint``."""
-        assert self.constraint is not None
-        first = len(self.prompt)
-        known = max(0, row.start - first)
-        before = row.tokens[max(0, first - row.start) : row.masked[0] - row.start]
-        return self.constraint.allowed((*self.anchor.tokens[:known], *before))
-
-    def _is_open(self, fill: Fill, after: Branch) -> bool:
-        """Whether a lookahead branch may fill a position: it is masked, and what is first fits."""
-        index = fill.position - after.first
-        if after.tokens[index] != self.mask:
-            return False
-        if self.constraint is None or self.mask in after.tokens[:index]:
-            return True
-        return self.constraint.admitted((*after.tokens[:index], fill.token)) > index
-
-    def _changes(
-        self, after: Branch, own_fills: Sequence[Fill], fills: list[Fill]
-    ) -> tuple[list[Fill], list[Fill], list[int]]:
-        """What a pass has done beside the winner's own tokens: the fills that stay, what was forced, and what was
-        masked again; see ``StepRecord``."""
-        if self.constraint is None:
-            return fills, [], []
-        first, tokens = after.first, after.tokens
-        stay = [fill for fill in fills if tokens[fill.position - first] == fill.token]
-        # The winner may have opened another number of blocks than the anchor; these hold masks alone.
-        known = [*self.anchor.tokens, *[self.mask] * len(tokens)][: len(tokens)]
-        for fill in own_fills:
-            known[fill.position - first] = fill.token
-        filled = {fill.position for fill in stay}
-        forced, remasked = [], []
-        for position, (old, new) in enumerate(zip(known, tokens, strict=True), first):
-            is_filled = position in filled
-            if old != self.mask and (old != new or is_filled):
-                remasked.append(position)
-            if new not in (self.mask, old) and not is_filled:
-                forced.append(Fill(position, new, 1.0, 1.0))
-        return stay, forced, remasked
+    # ---- how a branch goes on: whole canvases have all blocks from the beginning, and commit none --------------------
 
     def extend(self, branch: Branch) -> Branch:
         """The branch with another block if it may have one, which is not activated yet."""
         return branch
-
-    def may_force(self, position: int) -> bool:
-        """Whether a position may be filled without a pass."""
-        return True
-
-    def accept_in(self, branch: Branch, predicted: Sequence[Fill], least: int = 0) -> tuple[list[Fill], int]:
-        """Which predictions for a block's masked positions are filled, and how many of these no rule has accepted.
-
-        Where the rule accepts fewer than ``least``, the most confident ones are filled instead. Under a grammar the
-        first masked position of the branch is filled in any case.
-        """
-        accepted = self.accept(predicted)
-        if self.constraint is not None and predicted and predicted[0].position == self._first_mask(branch):
-            first, *others = predicted
-            rest = [fill for fill in accepted if fill is not first]
-            if len(rest) + 1 < least:
-                rest = most_confident(others, least - 1)
-            return [first, *rest], sum(fill not in accepted for fill in (first, *rest))
-        if len(accepted) >= least:
-            return accepted, 0
-        return most_confident(predicted, least), least - len(accepted)
-
-    def _first_mask(self, branch: Branch) -> int:
-        return branch.first + len(self._beginning(branch))
-
-    # ---- how a branch goes on: whole canvases have all blocks from the beginning, and commit none --------------------
 
     def settle(self, branch: Branch) -> Branch:
         """The branch after a pass has been made: which of its blocks are committed, or will be."""

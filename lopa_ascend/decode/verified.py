@@ -35,9 +35,9 @@ class DraftingLopa(Lopa):
         """With ``lookahead_depth`` above 1, one branch for each set of ``draft_ranks``, and the anchor after them.
         Positions of fully activated blocks have the first ranks: in these blocks D2F fills something in every pass;
         under a grammar the first masked position, which it fills in every pass."""
-        if self.params.lookahead_depth == 1 and self.constraint is None:
+        first = self.grammar.must_fill(anchor)
+        if self.params.lookahead_depth == 1 and first is None:
             return super().spawn(anchor, open_positions)
-        first = None if self.constraint is None else self._first_mask(anchor)
         activated = [range(block.start, block.end) for block in self.open(anchor).blocks if block.activated]
 
         def place_in_ranking(fill: Fill) -> tuple[bool, bool, float, int]:

@@ -16,7 +16,7 @@ from lopa_ascend.types import GrammarError, RowPlan
 
 def bans_for(sequence: Sequence, share: Share, device: torch.device) -> Bans | None:
     """What may not be chosen at the positions that a sequence predicts; None if nothing is banned there."""
-    if sequence.strategy.constraint is not None:
+    if sequence.strategy.grammar.binds:
         return _grammar_bans(sequence, share, device)
     if sequence.bad_words is None or not len(share.positions):
         return None
@@ -43,8 +43,9 @@ def _grammar_bans(sequence: Sequence, share: Share, device: torch.device) -> Ban
     """What the grammar does not allow at the first masked position of each branch, while the device computes, and what
     ``bad_words`` ban unless the grammar allows nothing else. A sequence that finds no way on fails, on every rank
     alike: so all look at all branches."""
+    strategy = sequence.strategy
     try:
-        allowed = [sequence.strategy.allowed(row) if row.masked else 0 for row in share.plan.rows]
+        allowed = [strategy.grammar.allowed(strategy.anchor, row) if row.masked else 0 for row in share.plan.rows]
     except GrammarError as error:
         sequence.error = str(error)
         return None

@@ -113,10 +113,8 @@ def test_what_does_not_fit_is_masked_again():
 
 
 def test_an_end_is_allowed_where_the_grammar_is_complete():
-    strategy = start({"regex": "a{2,3}"}, decoding="d2f")
+    constraint = tiny().constraint({"regex": "a{2,3}"})
     a = tiny_tokenizer().encode("a")[0]
-    constraint = strategy.constraint
-    assert constraint is not None
     assert not constraint.allowed([a]) >> END & 1
     assert constraint.allowed([a, a]) >> END & 1
     assert constraint.forced([a, a]) == []

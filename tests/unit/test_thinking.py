@@ -330,7 +330,7 @@ def test_decodings_think_as_long_as_they_may_and_answer_then(options: dict[str, 
         for row in plan.rows:
             tokens = [OPEN if position == 2 and not is_open else rng.choice(thinks) for position in row.masked]
             if row.masked:
-                allowed = strategy.allowed(row)
+                allowed = strategy.grammar.allowed(strategy.anchor, row)
                 fitting = [token for token in range(320) if allowed >> token & 1]
                 tokens[0] = tokens[0] if tokens[0] in fitting else fitting[0]
             probs = tuple(rng.random() for _ in tokens)
