@@ -15,7 +15,7 @@ from itertools import accumulate, groupby
 from lopa_ascend.decode.acceptance import filled_in, most_confident, to_the_last
 from lopa_ascend.decode.blocks import Block, Branch, threshold_count
 from lopa_ascend.decode.lengths import GapLengths
-from lopa_ascend.decode.strategy import Start, Strategy
+from lopa_ascend.decode.strategy import Final, Start, Strategy
 from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
 
 SMALLEST = 1e-30
@@ -137,7 +137,7 @@ class Canvas(Strategy):
         """The row that computes prompt and canvas, and predicts the positions ``masked``."""
         return RowPlan(0, (*self.prompt, *branch.tokens), 0, (branch.end,), tuple(masked))
 
-    def settle(self, branch: Branch) -> Branch:
+    def finish_pass(self, branch: Branch) -> Branch:
         """Ends gaps behind a token that ends the answer."""
         return self._ended(branch) if self._ends_early and branch.eos else branch
 
@@ -159,24 +159,13 @@ class Canvas(Strategy):
 
     # ---- what is final: of a text with gaps what is in them ----------------------------------------------------------
 
-    def final_tokens(self) -> list[int]:
+    def final(self) -> Final:
         if not self._has_gaps:
-            return super().final_tokens()
-        tokens = self.answer.tokens
-        return [tokens[place] for place in self.final_places()]
-
-    def final_places(self) -> Sequence[int]:
-        if not self._has_gaps:
-            return super().final_places()
-        return [place for places, _ in self._final_gaps() for place in places]
-
-    @property
-    def gap_ends(self) -> tuple[tuple[int, int | None], ...]:
-        if not self._has_gaps:
-            return ()
-        found = self._final_gaps()
-        complete = found[:-1] if self.answer.masks else found
-        return tuple(zip(accumulate(len(places) for places, _ in complete), (end for _, end in complete), strict=True))
+            return super().final()
+        found, is_whole = self._final_gaps(), not self.answer.masks
+        complete = found if is_whole else found[:-1]
+        ends = zip(accumulate(len(places) for places, _ in complete), (end for _, end in complete), strict=True)
+        return [place for places, _ in found for place in places], found[-1][1] if is_whole else None, tuple(ends)
 
     def _final_gaps(self) -> list[tuple[range, int | None]]:
         """For each gap up to the first with a mask, that one included: its final places, and the token that ends it."""
@@ -189,12 +178,6 @@ class Canvas(Strategy):
             if mask is not None:
                 break
         return found
-
-    def end_reached(self) -> int | None:
-        """In a text with gaps what ends the last gap."""
-        if not self._has_gaps:
-            return super().end_reached()
-        return None if self.answer.masks else self._final_gaps()[-1][1]
 
     def visible_is_final(self) -> bool:
         return not self.answer.masks if self._has_gaps else super().visible_is_final()
@@ -278,7 +261,7 @@ class Parallel(Canvas):
         num_passes = block.passes + 1
         return max(1, num_passes * share + min(num_passes, remainder) - block.filled)
 
-    def settle(self, branch: Branch) -> Branch:
+    def finish_pass(self, branch: Branch) -> Branch:
         """Counts the pass in the blocks that are begun, and ends gaps."""
         if self.params.denoising_steps is not None:
             blocks = (
@@ -286,7 +269,7 @@ class Parallel(Canvas):
                 for block in branch.blocks
             )
             branch = replace(branch, blocks=tuple(blocks))
-        return super().settle(branch)
+        return super().finish_pass(branch)
 
 
 def _runs(tokens: Sequence[int], mask: int) -> list[tuple[int, ...]]:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lopa_ascend.decode.acceptance import filled_in, float32
+from lopa_ascend.decode.acceptance import filled_in
 from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
-from lopa_ascend.decode.strategy import Strategy
-from lopa_ascend.types import Edit, Fill, RowPlan, RowResult, SequencePlan
+from lopa_ascend.decode.editing import Editing
+from lopa_ascend.decode.strategy import Start, Strategy
+from lopa_ascend.types import Fill, RowPlan, SequencePlan
 
 
 class D2F(Strategy):
     """One sequence under D2F, which has the anchor branch alone."""
+
+    def __init__(self, start: Start) -> None:
+        params = start.params
+        if params.editing_threshold is not None:
+            self.editing = Editing(params.editing_threshold, params.max_post_steps, start.mask)
+        super().__init__(start)
 
     # ---- before a forward pass -------------------------------------------------------------------------------------
 
@@ -33,8 +40,8 @@ class D2F(Strategy):
             prefix_length=max(self.num_committed, self.origin),
         )
 
-    def settle(self, branch: Branch) -> Branch:
-        return branch.settle()
+    def finish_pass(self, branch: Branch) -> Branch:
+        return branch.finish_blocks()
 
     def open(self, branch: Branch) -> Branch:
         """Opens another block, if the branch may have one (SPEC section 2, step a), and activates blocks (step b)."""
@@ -43,8 +50,7 @@ class D2F(Strategy):
     def extend(self, branch: Branch) -> Branch:
         if not self._may_open(branch):
             return branch
-        checks = 0 if self.params.editing_threshold is None else self.params.max_post_steps
-        return branch.open_block(min(self.params.block_size, self.limit - branch.end), self.mask, checks)
+        return branch.open_block(min(self.params.block_size, self.limit - branch.end), self.mask, self.editing.checks)
 
     def _may_open(self, branch: Branch) -> bool:
         last = branch.blocks[-1]
@@ -68,11 +74,7 @@ class D2F(Strategy):
                 position = min(fill.position for fill in branch.own_fills)
                 compute_from = next(block.start for block in window if position < block.end)
             entry_ends = self._entry_ends(window)
-        predicted = branch.masked_positions(self.mask)
-        if self._edits:
-            predicted = [
-                p for block in branch.active_blocks() for p in range(max(block.start, branch.first), block.end)
-            ]
+        predicted = self.editing.predicted_positions(branch, branch.masked_positions(self.mask))
         return RowPlan(self.num_committed, tokens, compute_from, entry_ends, tuple(predicted))
 
     def _entry_ends(self, window: Sequence[Block]) -> tuple[int, ...]:
@@ -94,7 +96,7 @@ class D2F(Strategy):
         """
         chosen: list[Fill] = []
         fallbacks = 0
-        predicted = self.of_masks(branch, predicted)
+        predicted = self.editing.of_masks(branch, predicted)
         first = self.grammar.must_fill(branch)
         for block in branch.active_blocks():
             in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
@@ -105,44 +107,6 @@ class D2F(Strategy):
             chosen += filled
             fallbacks += num_fallbacks
         return chosen, fallbacks
-
-    def edits(self, branch: Branch, predicted: list[Fill]) -> list[Edit]:
-        """With ``editing_threshold`` the filled positions whose prediction is another token, and sure enough."""
-        if not self._edits:
-            return []
-        least = float32(self.params.editing_threshold or 0.0)
-        held = [self._held(branch, fill) for fill in predicted]
-        return [
-            Edit(fill.position, fill.token, fill.max_prob, fill.confidence, token)
-            for fill, token in zip(predicted, held, strict=True)
-            if token not in (self.mask, fill.token) and fill.max_prob > least
-        ]
-
-    def _held(self, branch: Branch, fill: Fill) -> int:
-        """The token id that a branch has in a position."""
-        return branch.tokens[fill.position - branch.first]
-
-    @property
-    def _edits(self) -> bool:
-        """Whether filled positions of the open block may change."""
-        return self.params.editing_threshold is not None
-
-    @property
-    def firm_tokens(self) -> tuple[int, ...]:
-        if not self._edits:
-            return super().firm_tokens
-        final = [block.end for block in self.answer.blocks if block.state is not BlockState.ACTIVE]
-        return super().firm_tokens[: max(0, final[-1] - self.answer.first)]
-
-    def of_masks(self, branch: Branch, predicted: list[Fill]) -> list[Fill]:
-        if not self._edits:
-            return predicted
-        return [fill for fill in predicted if self._held(branch, fill) == self.mask]
-
-    def scored(self, branch: Branch, row: RowPlan, result: RowResult) -> Sequence[float]:
-        if not self._edits:
-            return result.confidences
-        return [fill.confidence for fill in self.of_masks(branch, self.predicted(row, result))]
 
     def _num_wanted_in(self, block: Block) -> int:
         """Positions that a fully activated block must fill in its next pass: 1, or with ``denoising_steps`` its share

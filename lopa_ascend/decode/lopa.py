@@ -30,7 +30,7 @@ class Lookaheads(Strategy):
 
     def score(self, plan: SequencePlan, results: Sequence[RowResult]) -> list[Fraction]:
         """The branch scores, exactly. The arguments are those of ``absorb``."""
-        confidences = [self.scored(*each) for each in zip(self.branches, plan.rows, results, strict=True)]
+        confidences = [self.editing.scored(*each) for each in zip(self.branches, plan.rows, results, strict=True)]
         return branch_scores(self.branches, confidences, self.params)
 
     def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
@@ -54,8 +54,7 @@ class Lookaheads(Strategy):
     def known_winner(self) -> Branch | None:
         """A lookahead branch without masks would score 1.0, the highest score. This does not hold with a
         ``creation_weight``, and with ``editing_threshold`` the pass may still change tokens."""
-        edits = self.params.editing_threshold is not None
-        if not self.params.finish_at_eos or self.params.creation_weight or edits:
+        if not self.params.finish_at_eos or self.params.creation_weight or self.editing.is_on:
             return None
         return next((branch for branch in self.branches[:-1] if not branch.masks), None)
 

@@ -16,6 +16,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import acceptance_rule
 from lopa_ascend.decode.blocks import Block, BlockState, Branch
 from lopa_ascend.decode.constraint import Constraint
+from lopa_ascend.decode.editing import NO_EDITING, NoEditing
 from lopa_ascend.decode.following import FREE, GrammarFollower
 from lopa_ascend.types import (
     DREAM,
@@ -30,6 +31,10 @@ from lopa_ascend.types import (
     SequencePlan,
     StepRecord,
 )
+
+Final = tuple[Sequence[int], int | None, tuple[tuple[int, int | None], ...]]
+"""The places of the final tokens among the generated positions, which never change; the token id that ends the answer,
+if no position before it is masked; and ``Update.gap_ends``."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Strategy(ABC):
         params: how the request is decoded.
         own: the values of ``parameters``.
         branches: of the next pass, in evaluation order: lookahead branches by rank, the anchor last.
+        max_rows: the most rows that a forward pass of this sequence may have. The engine reserves pages for so many.
         num_committed: positions whose keys and values are final.
         num_forwards: forward passes so far.
         origin, limit: where the first block to decode begins, and the most positions that the sequence can have; see
@@ -73,6 +79,7 @@ class Strategy(ABC):
         is_stuck: the last pass filled nothing that a rule had accepted.
         is_crowded: so many requests run that drafts do not pay; the engine sets it before each pass.
         grammar: keeps the branches to the grammar of the request.
+        editing: replaces tokens of filled positions.
         alternatives: by position: the most probable tokens with their probabilities, as the pass predicted them that
             the token of the position comes from. Empty unless the request asks for ``top_logprobs``.
     """
@@ -85,6 +92,7 @@ class Strategy(ABC):
     forces_first: ClassVar[bool] = True
     """Whether the first position of a block may be filled without a pass, where a grammar forces its token."""
     own: Any
+    editing: NoEditing = NO_EDITING
 
     def __init__(self, start: Start) -> None:
         self.params = params = start.params
@@ -92,8 +100,6 @@ class Strategy(ABC):
         self.prompt = prompt = tuple(start.prompt)
         self.mask = mask = start.mask
         self.ends = params.ends(start.eos)
-        self._cuts = self.ends | {mask} if params.finish_at_eos else frozenset({mask})
-        """The final tokens end before the first of these token ids."""
         self.grammar = FREE
         if start.constraint is not None:
             self.grammar = GrammarFollower(start.constraint, mask, self.ends, forces_first=self.forces_first)
@@ -101,6 +107,7 @@ class Strategy(ABC):
         self.limit = properties.limit(len(prompt), params.max_new_tokens, params.block_size)
         self._rule = acceptance_rule(params)
         self.own = None if self.parameters is None else self.parameters(**dict(params.own))
+        self.max_rows = 1 + params.lookaheads
         self.num_committed = start.num_committed
         self.num_forwards = 0
         self.is_stuck = False
@@ -117,11 +124,6 @@ class Strategy(ABC):
         Raises:
             ParameterError: two of them contradict each other.
         """
-
-    @property
-    def max_rows(self) -> int:
-        """The most rows that a forward pass of this sequence may have. The engine reserves pages for so many."""
-        return 1 + self.params.lookaheads
 
     @property
     def in_prefill(self) -> bool:
@@ -184,12 +186,11 @@ class Strategy(ABC):
         )
         predicted = self.predicted(row, results[winner])
         fills, fallbacks = self.choose(branch, predicted)
-        edits = self.edits(branch, predicted)
+        edits = self.editing.edits(branch, predicted)
         self.is_stuck = len(fills) == fallbacks
-        after = self.after(branch, fills, edits)
+        after = self.advance(branch, fills, edits)
         fills, forced, remasked = self.grammar.changes(self.anchor, branch.own_fills, fills, after)
-        tokens, first = after.tokens, after.first
-        masked = [fill for fill in self.of_masks(branch, predicted) if tokens[fill.position - first] == self.mask]
+        masked = [fill for fill in predicted if after.token_at(fill.position) == self.mask]
         open_positions = [fill for fill in masked if self.grammar.admits(after, fill)]
         self.branches = [self.open(branch) for branch in self.spawn(after, open_positions)]
         record = StepRecord(
@@ -212,13 +213,9 @@ class Strategy(ABC):
         return record
 
     def advance(self, branch: Branch, fills: Sequence[Fill], edits: Sequence[Edit] = ()) -> Branch:
-        """The anchor of the pass after one that this branch wins, and that fills and edits these positions."""
-        return self.open(self.after(branch, fills, edits))
-
-    def after(self, branch: Branch, fills: Sequence[Fill], edits: Sequence[Edit]) -> Branch:
-        """The branch after a pass that it wins, before it opens blocks."""
+        """The branch after a pass that it wins, and that fills and edits these positions, before it opens blocks."""
         filled = branch.edit(edits, self.ends).check(changed=bool(edits)).fill(fills, self.ends).as_anchor()
-        return self.settle(self.grammar.follow(filled, self.extend, branch))
+        return self.finish_pass(self.grammar.follow(filled, self.extend, branch))
 
     # ---- how a branch goes on: whole canvases have all blocks from the beginning, and commit none --------------------
 
@@ -226,7 +223,7 @@ class Strategy(ABC):
         """The branch with another block if it may have one, which is not activated yet."""
         return branch
 
-    def settle(self, branch: Branch) -> Branch:
+    def finish_pass(self, branch: Branch) -> Branch:
         """The branch after a pass has been made: which of its blocks are committed, or will be."""
         return branch
 
@@ -259,25 +256,13 @@ class Strategy(ABC):
             predicted: the predictions for the masked positions of its row.
         """
 
-    def edits(self, branch: Branch, predicted: list[Fill]) -> list[Edit]:
-        """What is changed of the positions that are filled already; the arguments are those of ``choose``."""
-        return []
-
     def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
         """(index of the winner; the winner; the branch scores). Here there is one branch.
 
         The arguments are those of ``absorb``.
         """
-        confidences = self.scored(self.anchor, plan.rows[0], results[0])
+        confidences = self.editing.scored(self.anchor, plan.rows[0], results[0])
         return 0, self.anchor, [sum(confidences) / len(confidences) if confidences else 1.0]
-
-    def of_masks(self, branch: Branch, predicted: list[Fill]) -> list[Fill]:
-        """Those of the predictions that are for masked positions of a branch: here all."""
-        return predicted
-
-    def scored(self, branch: Branch, row: RowPlan, result: RowResult) -> Sequence[float]:
-        """The confidences of a branch's masked positions, in the order of the positions."""
-        return result.confidences
 
     def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
         """The branches of the next pass, before they open blocks: here the anchor alone.
@@ -301,42 +286,23 @@ class Strategy(ABC):
 
     # ---- what is final ---------------------------------------------------------------------------------------------
 
-    @property
-    def firm_tokens(self) -> tuple[int, ...]:
-        """The tokens of the visible positions, masks included, up to the first one whose token may be replaced."""
-        return self.answer.tokens[: self.params.max_new_tokens]
+    def final(self) -> Final:
+        """What of the answer is final: its tokens up to the first mask, with ``finish_at_eos`` up to the first that
+        ends the answer."""
+        tokens = self.editing.firm(self.answer)[: self.params.max_new_tokens]
+        known = tokens.index(self.mask) if self.mask in tokens else len(tokens)
+        end = next((place for place in range(known) if tokens[place] in self.ends), None)
+        if end is None:
+            return range(known), None, ()
+        return range(end if self.params.finish_at_eos else known), tokens[end], ()
 
     def final_tokens(self) -> list[int]:
-        """The answer's token ids up to the first mask; with ``finish_at_eos`` up to the first that ends the answer.
-
-        They never change.
-        """
-        tokens = self.firm_tokens
-        end = next((i for i, token in enumerate(tokens) if token in self._cuts), len(tokens))
-        return list(tokens[:end])
-
-    def final_places(self) -> Sequence[int]:
-        """The places of ``final_tokens`` among the generated positions."""
-        return range(len(self.final_tokens()))
-
-    @property
-    def gap_ends(self) -> tuple[tuple[int, int | None], ...]:
-        """See ``Update``."""
-        return ()
-
-    def end_reached(self) -> int | None:
-        """The token id that ends the answer, if no position before it is masked."""
-        for token in self.firm_tokens:
-            if token in self.ends:
-                return token
-            if token == self.mask:
-                return None
-        return None
+        """The token ids that ``final`` says are final."""
+        tokens = self.answer.tokens
+        return [tokens[place] for place in self.final()[0]]
 
     def visible_is_final(self) -> bool:
         """Whether no later step can change the visible text: all positions up to an EOS, or all that the answer can
         have, are filled."""
-        if self.end_reached() is not None:
-            return True
-        tokens = self.firm_tokens
-        return len(tokens) == self.params.max_new_tokens and self.mask not in tokens
+        places, end, _ = self.final()
+        return end is not None or len(places) == self.params.max_new_tokens

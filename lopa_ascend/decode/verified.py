@@ -125,7 +125,7 @@ class ExactLopa(DraftingLopa):
         while True:
             branch = self.branches[winner]
             fills, _ = self.choose(branch, predicted[winner])
-            following = self.advance(branch, fills, self.edits(branch, predicted[winner]))
+            following = self.open(self.advance(branch, fills, self.editing.edits(branch, predicted[winner])))
             commits = any(block.state is BlockState.TO_CACHE for block in (*branch.blocks, *following.blocks))
             if commits or following.tokens not in by_tokens:
                 return winner, confirmed

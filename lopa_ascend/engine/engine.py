@@ -494,7 +494,7 @@ class Engine:
             sequence.canvas_positions += record.canvas_positions(len(sequence.request.prompt))
         self.scheduler.advance(sequence, record)
         strategy, params = sequence.strategy, sequence.request.params
-        places = strategy.final_places()
+        places, end, gap_ends = strategy.final()
         new = places[sequence.num_reported :]
         sequence.num_reported = len(places)
         answer = strategy.answer
@@ -502,7 +502,7 @@ class Engine:
         if sequence.error is not None:
             finish_reason = "error"
         elif sequence.plan is None:
-            stop_token_id = strategy.end_reached()
+            stop_token_id = end
             finish_reason = "length" if stop_token_id is None else "stop"
         return Update(
             request_id=sequence.request_id,
@@ -521,7 +521,7 @@ class Engine:
             alternatives=_alternatives(sequence, new),
             canvas_positions=sequence.canvas_positions,
             continuation_logprobs=sequence.continuation_logprobs,
-            gap_ends=strategy.gap_ends,
+            gap_ends=gap_ends,
         )
 
 

@@ -94,7 +94,7 @@ def test_eos_stops_block_adding_and_ends_the_visible_text() -> None:
     strategy.absorb(plan, [row], 0, 0)
     assert strategy.plan() is None
     assert strategy.final_tokens() == [1]
-    assert strategy.end_reached() == EOS
+    assert strategy.final()[1] == EOS
 
 
 def test_a_lookahead_branch_without_masks_has_won() -> None:
@@ -123,15 +123,15 @@ def test_max_active_blocks_bounds_the_window(limit: int) -> None:
 def test_a_block_finished_by_a_lookahead_alone_waits_a_round() -> None:
     blocks = Block(0, 1, 0, BlockState.IN_CACHE), Block(1, 5, 1, activated=True)
     anchor = Branch((1, 2, 3, MASK), blocks, first=1, probs=(0.5,) * 4)
-    branch = anchor.settle().as_lookahead([Fill(4, 1, 0.9, 0.9)], frozenset())
-    states = [branch.blocks[1].state, branch.as_anchor().settle().blocks[1].state]
+    branch = anchor.finish_blocks().as_lookahead([Fill(4, 1, 0.9, 0.9)], frozenset())
+    states = [branch.blocks[1].state, branch.as_anchor().finish_blocks().blocks[1].state]
     assert states == [BlockState.ACTIVE, BlockState.TO_CACHE]
     assert anchor.blocks == blocks
 
 
 def test_a_finished_block_waits_for_the_one_before() -> None:
     blocks = Block(0, 1, 0, BlockState.IN_CACHE), Block(1, 3, 1), Block(3, 5, 0)
-    branch = Branch((1, MASK, 1, 1), blocks, first=1, probs=(0.5,) * 4).settle()
+    branch = Branch((1, MASK, 1, 1), blocks, first=1, probs=(0.5,) * 4).finish_blocks()
     assert branch.blocks[2].state is BlockState.ACTIVE
-    branch = branch.fill([Fill(2, 1, 0.9, 0.9)], frozenset()).settle()
+    branch = branch.fill([Fill(2, 1, 0.9, 0.9)], frozenset()).finish_blocks()
     assert [block.state for block in branch.blocks[1:]] == [BlockState.TO_CACHE] * 2

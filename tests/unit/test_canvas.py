@@ -248,7 +248,7 @@ def test_a_whole_canvas_ends_when_its_visible_text_is_final() -> None:
             assert (record.branches[0].end, record.branches[0].masks) == (13, 10 - 4 * record.index)
         assert strategy.num_opened == min(10, 4 * num_forwards)
         assert strategy.num_forwards == num_forwards
-        assert strategy.end_reached() == EOS
+        assert strategy.final()[1] == EOS
         assert strategy.final_tokens() == ([] if finish else [EOS] * 10)
 
 
@@ -277,20 +277,20 @@ def test_given_tokens_are_filled_and_gaps_have_blocks_of_their_own() -> None:
             if not plan.rows[0].start:
                 assert plan.rows[0].tokens[8:10] == (8, EOS)
         assert sorted(position for masked in seen for position in masked) == [3, 4, 5, 6, 7, 10, 11]
-        assert (strategy.final_tokens(), strategy.final_places()) == ([5] * 7, [0, 1, 2, 3, 4, 7, 8])
-        assert (strategy.gap_ends, strategy.end_reached()) == (((5, None), (7, None)), None)
+        assert (strategy.final_tokens(), strategy.final()[0]) == ([5] * 7, [0, 1, 2, 3, 4, 7, 8])
+        assert (strategy.final()[2], strategy.final()[1]) == (((5, None), (7, None)), None)
 
 
 def test_a_token_that_ends_the_answer_ends_its_gap() -> None:
     strategy = start_with_gaps([0, 0, 0, 8, 0, 0], tau_conf=0.9)
     one_pass(strategy, {4: 0.95}, token=EOS)
     assert strategy.anchor.tokens == (MASK, EOS, EOS, 8, MASK, MASK)
-    assert (strategy.final_tokens(), strategy.gap_ends) == ([], ())
+    assert (strategy.final_tokens(), strategy.final()[2]) == ([], ())
     one_pass(strategy)
-    assert (strategy.final_tokens(), strategy.gap_ends) == ([5], ((1, EOS),))
+    assert (strategy.final_tokens(), strategy.final()[2]) == ([5], ((1, EOS),))
     one_pass(strategy, {7: 0.95, 8: 0.95}, token=EOS)
     assert (strategy.plan(), strategy.final_tokens()) == (None, [5])
-    assert (strategy.gap_ends, strategy.end_reached()) == (((1, EOS), (1, EOS)), EOS)
+    assert (strategy.final()[2], strategy.final()[1]) == (((1, EOS), (1, EOS)), EOS)
 
 
 def test_dreams_decoding_makes_as_many_steps_as_there_are_masks() -> None:

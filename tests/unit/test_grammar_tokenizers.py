@@ -134,7 +134,7 @@ def check_samples(made: Passes, added: Sequence[str], numbers: range) -> None:
         name = list(DECODINGS)[number % len(DECODINGS)]
         *_, (strategy, _) = made.run(form, str(number), **{**DECODINGS[name], "max_new_tokens": 256})
         assert strategy.num_forwards <= 256
-        if strategy.end_reached() is None:
+        if strategy.final()[1] is None:
             cut += 1
             continue
         tokens = strategy.final_tokens()

@@ -111,4 +111,4 @@ def test_plans_are_consistent(setup: dict, seed: int) -> None:
             assert not any(MASK == t for t in row.tokens[: plan.num_new])
         branches = strategy.branches
         record = strategy.absorb(plan, answer(plan, seed, strategy.num_forwards), 0, 0)
-        assert strategy.anchor == strategy.advance(branches[record.winner], record.fills)
+        assert strategy.anchor == strategy.open(strategy.advance(branches[record.winner], record.fills))
