@@ -12,6 +12,7 @@ from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.fast_dllm import FastDllm
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
+from lopa_ascend.decode.lengths import Measuring
 from lopa_ascend.decode.lopa import Lopa, LopaFastDllm, LopaFastDllmV2, LopaParallel
 from lopa_ascend.decode.strategy import Start, Strategy
 from lopa_ascend.decode.vanilla import Vanilla
@@ -48,6 +49,8 @@ def begin(start: Start) -> Strategy:
         strategy = LOPA_OVER[params.base]
     assert strategy is not None, "DecodingParams checks the name"
     assert start.gapped is None or strategy.fills_gaps, "Limits.check_gaps refuses the others"
+    if start.gapped is not None and start.gapped.flexible:
+        return Measuring(start, strategy)
     return strategy(start)
 
 

@@ -6,7 +6,6 @@ others see. So these strategies commit nothing: a pass computes prompt and canva
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,12 +13,8 @@ from itertools import accumulate, groupby
 
 from lopa_ascend.decode.acceptance import filled_in, most_confident, to_the_last
 from lopa_ascend.decode.blocks import Block, Branch, threshold_count
-from lopa_ascend.decode.lengths import GapLengths
 from lopa_ascend.decode.strategy import Final, Start, Strategy
-from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
-
-SMALLEST = 1e-30
-"""A lower probability counts as this one where logarithms are averaged."""
+from lopa_ascend.types import Fill, RowPlan, SequencePlan
 
 
 class Canvas(Strategy):
@@ -37,43 +32,25 @@ class Canvas(Strategy):
     def __init__(self, start: Start) -> None:
         assert not start.num_committed, "the keys and values of the prompt depend on the canvas"
         super().__init__(start)
-        params, mask, gapped = start.params, start.mask, start.gapped
-        self._has_gaps = gapped is not None
+        params, self._has_gaps = start.params, start.gapped is not None
         self._ends_early = params.finish_at_eos and not self.grammar.binds
         self._ends_early &= self._has_gaps or (params.max_active_blocks or 1) > 1
-        self._lengths: GapLengths | None = None
-        """Set while the lengths of gaps are not known."""
-        self._prompt_alone = self.anchor
-        tokens: Sequence[int] = [mask] * params.max_new_tokens
-        if gapped is not None:
-            tokens = gapped.tokens
-            if gapped.flexible:
-                self._lengths = GapLengths(_runs(tokens, mask), gapped.flexible, mask)
-                tokens = self._lengths.canvas
-        self._lay_out(tokens)
-
-    def _lay_out(self, canvas: Sequence[int]) -> None:
-        """Makes the canvas, in blocks, the anchor."""
-        branch, gaps = self._prompt_alone, list[range]()
-        for tokens in _runs(canvas, self.mask):
+        canvas = (self.mask,) * params.max_new_tokens if start.gapped is None else start.gapped.tokens
+        branch, gaps = self.anchor, list[range]()
+        for tokens in runs(canvas, self.mask):
             place = len(branch.tokens)
             if tokens[0] != self.mask:
                 branch = branch.open_given(tokens)
                 continue
             gaps.append(range(place, place + len(tokens)))
-            for start in range(0, len(tokens), self.params.block_size):
-                branch = branch.open_block(min(self.params.block_size, len(tokens) - start), self.mask)
+            for offset in range(0, len(tokens), params.block_size):
+                branch = branch.open_block(min(params.block_size, len(tokens) - offset), self.mask)
         self.gaps, self.branches = tuple(gaps), (branch,)
 
     @property
     def gap_length(self) -> int:
         """Positions of all gaps."""
         return sum(map(len, self.gaps))
-
-    @property
-    def is_measuring(self) -> bool:
-        """Whether the next pass scores a length of a gap, and fills nothing."""
-        return self._lengths is not None
 
     @property
     def in_prefill(self) -> bool:
@@ -87,11 +64,7 @@ class Canvas(Strategy):
         is_final = self.known_winner is not None or (self.params.finish_at_eos and self.visible_is_final())
         if is_final or not self.anchor.masks:
             return None
-        if self._lengths is None:
-            rows = tuple(self._row(branch) for branch in self.branches)
-        else:
-            masked = [self.anchor.first + place for place in self._lengths.places]
-            rows = (self._whole_row(self.anchor, masked),)
+        rows = tuple(self._row(branch) for branch in self.branches)
         return SequencePlan(
             start=rows[-1].start,
             num_new=0,
@@ -100,34 +73,6 @@ class Canvas(Strategy):
             winner_commits=False,
             prefix_length=rows[-1].start,
         )
-
-    def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
-        if self._lengths is None:
-            return super().absorb(plan, results, model_tokens, head_rows)
-        (row,), (result,) = plan.rows, results
-        mean = sum(math.log(max(prob, SMALLEST)) for prob in result.max_probs) / len(result.max_probs)
-        self._lengths.take(mean)
-        self._lay_out(self._lengths.canvas)
-        given = list[Fill]()
-        if self._lengths.is_done:
-            self._lengths, answer = None, self.anchor
-            tokens = enumerate(answer.tokens, answer.first)
-            given = [Fill(position, token, 1.0, 1.0) for position, token in tokens if token != self.mask]
-        record = StepRecord(
-            index=self.num_forwards,
-            span=(row.start, row.end),
-            cache_length=0,
-            committed=0,
-            branches=(BranchRecord((), self._prompt_alone.end, len(row.masked), mean),),
-            winner=0,
-            fills=(),
-            fallbacks=0,
-            model_tokens=model_tokens,
-            head_rows=head_rows,
-            forced=tuple(given),
-        )
-        self.num_forwards += 1
-        return record
 
     @abstractmethod
     def _row(self, branch: Branch) -> RowPlan:
@@ -272,7 +217,7 @@ class Parallel(Canvas):
         return super().finish_pass(branch)
 
 
-def _runs(tokens: Sequence[int], mask: int) -> list[tuple[int, ...]]:
+def runs(tokens: Sequence[int], mask: int) -> list[tuple[int, ...]]:
     """The runs of masks, and of other tokens."""
     return [tuple(run) for _, run in groupby(tokens, lambda token: token == mask)]
 

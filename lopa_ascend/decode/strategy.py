@@ -80,6 +80,7 @@ class Strategy(ABC):
         is_crowded: so many requests run that drafts do not pay; the engine sets it before each pass.
         grammar: keeps the branches to the grammar of the request.
         editing: replaces tokens of filled positions.
+        successor: decodes the sequence from now on in the place of this strategy; None: this one does.
         alternatives: by position: the most probable tokens with their probabilities, as the pass predicted them that
             the token of the position comes from. Empty unless the request asks for ``top_logprobs``.
     """
@@ -93,6 +94,7 @@ class Strategy(ABC):
     """Whether the first position of a block may be filled without a pass, where a grammar forces its token."""
     own: Any
     editing: NoEditing = NO_EDITING
+    successor: Strategy | None = None
 
     def __init__(self, start: Start) -> None:
         self.params = params = start.params

@@ -83,7 +83,8 @@ class EagerExecutor:
         if sequence.request.continuations:
             sequence.continuation_logprobs = self._continuations.score(sequence, share, job)
         self.commit(sequence, share, record.winner, job)
-        sequence.plan = strategy.plan()
+        sequence.strategy = strategy.successor or strategy
+        sequence.plan = sequence.strategy.plan()
         return sequence, record
 
     # ---- predictions of all groups ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.decode import STRATEGIES, begin, register_decoding
 from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.d2f import D2F
-from lopa_ascend.decode.lengths import LengthSearch
+from lopa_ascend.decode.lengths import LengthSearch, Measuring
 from lopa_ascend.decode.strategy import Start, Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.parallel.placement import Placement
@@ -323,18 +323,17 @@ def test_the_first_passes_find_lengths_and_fill_nothing() -> None:
     for fields in ({}, {"decoding": "vanilla", "seed": 1}, {"decoding": "fast_dllm"}):
         strategy = start_with_gaps([0, 0, 0, 0, 8, 9, 0, 0, 0], flexible=(0,), **fields)
         tried = []
-        while True:
+        while isinstance(strategy, Measuring):
             plan = strategy.plan()
             assert plan is not None
             row = plan.rows[0]
-            if not strategy.is_measuring:  # type: ignore[attr-defined]
-                break
             num_masks, sees_behind = len(row.masked), row.tokens[-1] != 8 and 8 in row.tokens
             tried.append((num_masks, sees_behind))
             assert row.masked == tuple(range(3, 3 + num_masks))
             prob = 0.5 if num_masks == 2 and sees_behind else 0.1
             record = strategy.absorb(plan, [RowResult((5,) * num_masks, *[(prob,) * num_masks] * 2)], 0, 0)
             assert (record.fills, strategy.final_tokens()) == ((), [])
+            strategy = strategy.successor or strategy
         assert tried == [(1, False), (2, False), (4, False), (1, True), (2, True), (3, True), (4, True)]
         assert strategy.anchor.tokens == (MASK, MASK, 8, 9, MASK, MASK, MASK)
         assert [fill.position for fill in record.forced] == [5, 6]
