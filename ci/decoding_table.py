@@ -3,23 +3,27 @@
     python -m ci.decoding_table            print the tables
     python -m ci.decoding_table --write    put them into docs/decoding.md
 
-They follow from the declarations of the parameters and the rules in lopa_ascend/config.
+They follow from what each decoding declares.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.config.combinations import FILLER, LIKE, RULES, Rule, listed
-from lopa_ascend.config.parameters import ResearchParams
-from lopa_ascend.config.settings import HelpFormatter, Parameter
+from lopa_ascend.config.combinations import decodings_that_take, default_of, listed, rules_of, values_taken
+from lopa_ascend.config.decodings import built_in_decodings, variants_of, with_graphs
+from lopa_ascend.config.kinds import Choice
+from lopa_ascend.config.parameters import UsualParams
+from lopa_ascend.config.settings import GraphSupport, HelpFormatter, Parameter
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "decoding.md"
 TITLES = ("parameter", "default", "allowed values", "meaning", "in compiled steps")
+OTHER = "any value but the default"
 RULE_TITLES = ("parameter", "needs", "except with")
 
 
@@ -31,22 +35,35 @@ def table(*, research: bool) -> str:
     """
     rows: list[tuple[str, ...]] = [TITLES]
     for name, parameter in DecodingParams.parameters().items():
-        if hasattr(ResearchParams, name) == research:
+        if hasattr(UsualParams, name) != research:
             default, allowed = _default(parameter), parameter.kind.allowed()
-            rows.append((f"`{name}`", default, allowed, _meaning(parameter), parameter.graphs.value))
+            rows.append((f"`{name}`", default, allowed, _meaning(parameter), _graphs(parameter)))
     return _markdown(rows)
 
 
 def rules_table() -> str:
-    """The table of ``RULES`` in Markdown."""
-    rows = [(f"`{rule.param}`", _needs(rule), listed(rule.free_values) or "none") for rule in RULES]
+    """The table of what goes with what in Markdown: which decodings take a parameter, and the rules of all."""
+    rows = [row for name, parameter in DecodingParams.parameters().items() for row in _takers(name, parameter)]
+    for strategy in chain.from_iterable(map(variants_of, built_in_decodings())):
+        for rule in rules_of(strategy):
+            free = tuple(value for value in (default_of(rule.param), *rule.free) if value is not None)
+            rows.append((f"`{rule.param}`", f"`{rule.needs}` {listed(rule.choices)}", listed(free) or "none"))
     return _markdown([RULE_TITLES, *dict.fromkeys(rows)])
 
 
-def _needs(rule: Rule) -> str:
-    if rule.needs in (LIKE, FILLER):
-        return f"`decoding` {listed(rule.decodings())}"
-    return f"`{rule.needs}` {listed(rule.choices)}"
+def _takers(name: str, parameter: Parameter) -> Iterator[tuple[str, ...]]:
+    """The rows for the values of a parameter that not all decodings take, those that most take first."""
+    if name == "decoding":
+        return
+    built_in = built_in_decodings()
+    values = parameter.kind.known if isinstance(parameter.kind, Choice) else (OTHER,)
+    groups = dict.fromkeys(tuple(n for n in decodings_that_take(name, value) if n in built_in) for value in values)
+    for takers in sorted(groups, key=len, reverse=True):
+        others = [variants_of(known)[0] for known in built_in if known not in takers]
+        free = chain.from_iterable(values_taken(other, name) or () for other in others)
+        if others:
+            listed_free = listed(tuple(value for value in dict.fromkeys(free) if value is not None))
+            yield f"`{name}`", f"`decoding` {listed(takers)}", listed_free or "none"
 
 
 def _markdown(rows: Sequence[tuple[str, ...]]) -> str:
@@ -61,6 +78,12 @@ def _default(parameter: Parameter) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else f"{value:g}"
+
+
+def _graphs(parameter: Parameter) -> str:
+    if parameter.graphs is GraphSupport.DECODING:
+        return ", ".join(f'"{name}"' for name in built_in_decodings() if with_graphs(name))
+    return parameter.graphs.value
 
 
 def _meaning(parameter: Parameter) -> str:

@@ -14,6 +14,7 @@ import ast
 import asyncio
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from starlette.routing import Route
 
 import lopa_ascend
 from lopa_ascend.config import DecodingParams, EngineConfig, Limits
+from lopa_ascend.config.decodings import all_decodings
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.cli import build_parser
@@ -83,7 +85,7 @@ def _flags() -> dict[str, Any]:
         flags[action.option_strings[0]] = {
             "also": action.option_strings[1:],
             "choices": action.choices,
-            "default": None if flag is None else flag.default,
+            "default": None if flag is None else flag.setting.default,
             "metavar": action.metavar,
             "nargs": action.nargs,
         }
@@ -94,10 +96,14 @@ def _flags() -> dict[str, Any]:
 
 
 def _dataclasses() -> dict[str, Any]:
-    """Fields in order, as in the source, and names of properties."""
+    """Fields in order, as in the source, and names of properties. Those of decodings are among the parameters."""
+    own = [each.parameters for _, variants in all_decodings() for each in variants]
+    more: dict[type[Any], Iterable[str]] = {
+        DecodingParams: dict.fromkeys(_declaration(field) for owner in own for field in dataclasses.fields(owner))
+    }
     return {
         owner.__name__: {
-            "fields": [_declaration(field) for field in dataclasses.fields(owner)],
+            "fields": [*map(_declaration, dataclasses.fields(owner)), *more.get(owner, ())],
             "properties": sorted(name for name in dir(owner) if isinstance(getattr(owner, name), property)),
         }
         for owner in DATACLASSES

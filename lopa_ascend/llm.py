@@ -30,10 +30,10 @@ from lopa_ascend.config.settings import refuse_unknown
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.ranks import start_engine
 from lopa_ascend.text.gaps import Gap, gapped_text, pieces_of, whole_text
-from lopa_ascend.text.output import GapsStream, OutputStream
+from lopa_ascend.text.output_stream import GapsStream, OutputStream
+from lopa_ascend.text.pass_events import PassEvents
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_template, load_tokenizer
-from lopa_ascend.text.trace import PassEvents
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 

@@ -15,8 +15,6 @@ SLOPE = 0.002
 class NearFirst(Lopa):
     """One sequence. Fills near positions sooner, and looks ahead only after a pass in which no rule accepted any."""
 
-    like = "lopa"
-
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         """In each block, what is above a threshold that rises from tau_conf with the distance from the first mask. A
         fully activated block fills at least its most confident position, as under D2F."""

@@ -18,14 +18,14 @@ from lopa_ascend.decode.acceptance import before_refused, by_probability
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.branch_scores import SCALE, fixed_point, with_creation
 from lopa_ascend.decode.canvas import first_masked
-from lopa_ascend.decode.lopa import Lopa
+from lopa_ascend.decode.lopa import Lopa, LopaParams
 from lopa_ascend.types import Alternatives, Fill, RowPlan, RowResult, SequencePlan
 
 # ---- acceptance rules ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class EntropyBoundParams:
+@dataclass(frozen=True, kw_only=True)
+class EntropyBoundParams(LopaParams):
     acceptance_gamma: float = parameter(
         0.1, Number(0, 1000), "the bound of entropies, in nats; higher is faster and less accurate"
     )
@@ -39,7 +39,6 @@ class EntropyBound(Lopa):
     from their joint distribution. One position alone always passes.
     """
 
-    like = "lopa"
     confidence = "neg_entropy"
     parameters = EntropyBoundParams
     own: EntropyBoundParams
@@ -55,8 +54,8 @@ class EntropyBound(Lopa):
         return before_refused(ranked, allowed)
 
 
-@dataclass(frozen=True)
-class FrechetParams:
+@dataclass(frozen=True, kw_only=True)
+class FrechetParams(LopaParams):
     acceptance_delta: float = parameter(
         0.25, Number(0, 1), "the bound of probabilities; lower is faster and less accurate"
     )
@@ -70,7 +69,6 @@ class Frechet(Lopa):
     probability that all n tokens are right together.
     """
 
-    like = "lopa"
     parameters = FrechetParams
     own: FrechetParams
 
@@ -97,8 +95,6 @@ class ExpectedScore(Lopa):
     (Markov's inequality). A lookahead branch has its own tokens filled already.
     """
 
-    like = "lopa"
-
     @classmethod
     def check(cls, params: DecodingParams) -> None:
         if params.acceptance != "threshold":
@@ -112,7 +108,7 @@ class ExpectedScore(Lopa):
         for own, result in zip(num_own, results, strict=True):
             filled = own * SCALE + sum(map(self._passing, result.max_probs))
             scores.append(Fraction(filled, most * SCALE) if result.max_probs else Fraction(1))
-        return with_creation(scores, self.branches, self.params)
+        return with_creation(scores, self.branches, self.own)
 
     def _passing(self, prob: float) -> int:
         """min(1, prob / tau_conf) on the integer grid of branch scores."""
@@ -123,7 +119,6 @@ class ExpectedScore(Lopa):
 class EntropyScore(Lopa):
     """LoPA whose branches are scored by negative entropies, while positions are ranked by ``confidence``."""
 
-    like = "lopa"
     confidence = "neg_entropy"
 
     def predicted(self, row: RowPlan, result: RowResult) -> list[Fill]:
@@ -136,8 +131,8 @@ class EntropyScore(Lopa):
 # ---- branches over tokens --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PivotParams:
+@dataclass(frozen=True, kw_only=True)
+class PivotParams(LopaParams):
     pivot_mass: float = parameter(
         0.9,
         Number(0, 1),
@@ -212,7 +207,7 @@ class Pivot(EntropyScore):
             if branch.lookahead is not None:
                 score += Fraction(weight * fixed_point(math.log(branch.lookahead.max_prob)), SCALE**2)
             scores.append(score)
-        return with_creation(scores, self.branches, self.params)
+        return with_creation(scores, self.branches, self.own)
 
     def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
         end = first_masked(anchor).end if open_positions else 0

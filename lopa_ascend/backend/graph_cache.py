@@ -20,7 +20,7 @@ from torch import Tensor
 from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step
 from lopa_ascend.backend.memory import is_out_of_memory
 from lopa_ascend.config import ParameterError
-from lopa_ascend.scratch import ScratchFolder, remove_abandoned
+from lopa_ascend.process.scratch import ScratchFolder, remove_abandoned
 
 logger = logging.getLogger(__name__)
 

@@ -303,7 +303,7 @@ class Ops(Protocol):
         ...
 
 
-class Profile(Protocol):
+class RunningProfile(Protocol):
     """A profile of this process."""
 
     def start(self) -> None:
@@ -322,7 +322,7 @@ class Profiler(Protocol):
     def mark(self, name: str) -> AbstractContextManager[object]:
         """Shows what it encloses as a range in profiles."""
 
-    def start_profile(self, folder: Path, worker: str, delay: int, steps: int) -> Profile:
+    def start_profile(self, folder: Path, worker: str, delay: int, steps: int) -> RunningProfile:
         """Begins a profile, which writes itself after its last step.
 
         Args:

@@ -29,7 +29,7 @@ from lopa_ascend.checkpoint.streams import (
 from lopa_ascend.checkpoint.table import HEAD, SCALE, Architecture, Row, Shard, Table, Tensors, TensorSlices, TensorSpec
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.config.engine import WEIGHT_DTYPES
-from lopa_ascend.progress import progress
+from lopa_ascend.process.progress import progress
 
 __all__ = [
     "DTYPES",

@@ -11,7 +11,7 @@ from lopa_ascend.config.decoding import (
     recommendations,
     recommended_decoding,
 )
-from lopa_ascend.config.decodings import DECODINGS, add_decoding, find_decoding
+from lopa_ascend.config.decodings import add_decoding
 from lopa_ascend.config.engine import (
     ATTENTION_LAYOUTS,
     GRAPH_MODES_BY_DEVICE,
@@ -23,18 +23,15 @@ from lopa_ascend.config.experts import ExpertsConfig
 from lopa_ascend.config.files import ConfigError
 from lopa_ascend.config.limits import Limits
 from lopa_ascend.config.model import ModelConfig
-from lopa_ascend.config.parameters import BRANCH_SCORES, MIN_TEMPERATURE, WINDOW_ATTENTIONS
+from lopa_ascend.config.parameters import MIN_TEMPERATURE
 from lopa_ascend.config.presets import Preset, find_preset, presets
 from lopa_ascend.config.settings import ContextLengthError, GraphSupport, ParameterError, context_length
 
 __all__ = [
     "ATTENTION_LAYOUTS",
-    "BRANCH_SCORES",
-    "DECODINGS",
     "GRAPH_MODES_BY_DEVICE",
     "MAX_QUERIES",
     "MIN_TEMPERATURE",
-    "WINDOW_ATTENTIONS",
     "ConfigError",
     "ContextLengthError",
     "DecodingParams",
@@ -49,7 +46,6 @@ __all__ = [
     "add_decoding",
     "context_length",
     "divided_length",
-    "find_decoding",
     "find_preset",
     "fitting_defaults",
     "ignored_sampling",

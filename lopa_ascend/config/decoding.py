@@ -2,54 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config.combinations import COMMITTING, check_combinations, filled_by, fitting_defaults
-from lopa_ascend.config.decodings import PIPELINED, all_own_parameters, built_in_like, checked_own, needed_confidence
+from lopa_ascend.config.combinations import (
+    check_combinations,
+    fitting_defaults,
+    values_taken,
+)
+from lopa_ascend.config.decodings import (
+    Decodings,
+    all_decodings,
+    built_in_decodings,
+    find_decoding,
+    own_parameters,
+    variants_of,
+    with_graphs,
+)
 from lopa_ascend.config.families import family_of
 from lopa_ascend.config.files import ConfigError, Fields, read_json_object, shown
 from lopa_ascend.config.kinds import AUTO
-from lopa_ascend.config.parameters import ALGS, AUTO_BRANCHES, MIN_TEMPERATURE, ResearchParams, UsualParams
+from lopa_ascend.config.parameters import AUTO_BRANCHES, MIN_TEMPERATURE, UsualParams
 from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.settings import (
     GraphSupport,
     Parameter,
     ParameterError,
     check_settings,
+    checked_value,
     refuse_unknown,
     settings,
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodingParams(ResearchParams, UsualParams):
+@dataclass(frozen=True, init=False)
+class DecodingParams(UsualParams):
     """How one request is decoded. Defaults: the paper's for GSM8K (Table 5), but with three lookahead branches.
 
+    A parameter that is a decoding's own is given and read by its name like all others. Read with a decoding that has
+    none of this name, it is what that decoding does, or the default.
+
+    Args:
+        values: parameters by name.
+
     Raises:
-        ParameterError: a value is not allowed, or two values do not go together; ``param`` names the field.
+        ParameterError: a name is unknown, a value is not allowed, or two values do not go together; ``param`` names the
+            field.
     """
 
     own: tuple[tuple[str, Any], ...] = ()
-    """The parameters that a decoding of another package declares itself, by name; ``of`` takes them like all others."""
+    """The decoding's own parameters, by name; see ``Strategy.parameters``."""
+
+    def __init__(self, **values: Any) -> None:
+        refuse_unknown([name for name in values if name != "own"], tuple(self.all_parameters()))
+        usual = settings(UsualParams)
+        own = dict(values.get("own", ())) | {name: values[name] for name in values if name not in {*usual, "own"}}
+        for name, setting in usual.items():
+            object.__setattr__(self, name, values.get(name, setting.default))
+        object.__setattr__(self, "own", tuple(own.items()))
+        self.__post_init__()
 
     def __post_init__(self) -> None:
         check_settings(self)
-        object.__setattr__(self, "own", checked_own(self.decoding, dict(self.own)))
-        if taken := [name for name, _ in self.own if name in self.names()]:
-            raise ParameterError("decoding", f'"{self.decoding}" declares {taken[0]}, a parameter of all decodings')
+        usual = {name: getattr(self, name) for name in settings(UsualParams)}
+        declared = own_parameters(all_decodings())
+        own = {name: checked_value(name, value, declared[name]) for name, value in self.own}
+        strategy = find_decoding(self.decoding, own)
+        assert strategy is not None, "the check of its name has found it"
+        if taken := settings(strategy.parameters).keys() & usual:
+            raise ParameterError("decoding", f'"{self.decoding}" declares {min(taken)}, a parameter of all decodings')
         if self.num_branches is None:
-            object.__setattr__(self, "num_branches", 3 if built_in_like(self.decoding) == "lopa" else 0)
-        if self.window_attention is None:
-            object.__setattr__(self, "window_attention", "block_causal" if self.is_pipelined else "full")
+            object.__setattr__(self, "num_branches", strategy.default_branches)
         if self.temperature < MIN_TEMPERATURE:
             # Nothing is sampled. Equal parameters let equal requests be scored together.
             for name, value in (("temperature", 0.0), ("top_p", None), ("top_k", None), ("min_p", 0.0)):
                 object.__setattr__(self, name, value)
-        check_combinations(self)
+        check_combinations(strategy, {name: getattr(self, name) for name in usual} | own)
+        kept = {name: own.get(name, setting.default) for name, setting in settings(strategy.parameters).items()}
+        object.__setattr__(self, "own", tuple(kept.items()))
+        object.__setattr__(self, "strategy", strategy)
+        strategy.check(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """A parameter that the class does not declare."""
+        own = dict(self.__dict__.get("own", ()))
+        if name in own:
+            return own[name]
+        if name not in own_parameters(all_decodings()):
+            raise AttributeError(f"DecodingParams has no parameter {name!r}")
+        taken = values_taken(self.strategy, name)
+        assert taken is not None, "the decoding has no such parameter"
+        return taken[0]
 
     @property
     def lookaheads(self) -> int:
@@ -73,7 +120,8 @@ class DecodingParams(ResearchParams, UsualParams):
     def is_pipelined(self) -> bool:
         """Whether a window of blocks moves over the canvas and commits keys and values behind it. If not, the whole
         canvas is there from the beginning, and keys and values are computed again."""
-        return filled_by(self.decoding, self.base) in COMMITTING
+        commits: bool = self.strategy.commits
+        return commits
 
     @property
     def eager_parameter(self) -> str | None:
@@ -81,9 +129,9 @@ class DecodingParams(ResearchParams, UsualParams):
 
         Which values compiled steps support is declared with each field.
         """
-        for name, parameter in self.parameters().items():
+        for name, parameter in self.all_parameters().items():
             value = getattr(self, name)
-            if parameter.graphs is GraphSupport.PIPELINED and value not in PIPELINED:
+            if parameter.graphs is GraphSupport.DECODING and not with_graphs(value):
                 return name
             if parameter.graphs is GraphSupport.DEFAULT and value != parameter.default:
                 return name
@@ -98,17 +146,14 @@ class DecodingParams(ResearchParams, UsualParams):
 
     @property
     def ranking(self) -> str:
-        """The confidence that a pass reports beside the probability: as a rule ``confidence``; with "vanilla" the one
-        that ``alg`` ranks positions by; the one that a decoding of another package needs."""
-        if built_in_like(self.decoding) == "vanilla":
-            return ALGS[self.alg]
-        return needed_confidence(self.decoding) or self.confidence
+        """The confidence that a pass reports beside the probability: as a rule ``confidence``."""
+        ranking: str = self.strategy.ranked_by(self)
+        return ranking
 
     @property
     def is_random(self) -> bool:
         """Whether the answer depends on the seed."""
-        draws_positions = built_in_like(self.decoding) == "vanilla" and (self.alg == "origin" or self.alg_temp > 0)
-        return self.temperature > 0 or draws_positions
+        return self.temperature > 0 or self.strategy.draws(self)
 
     def eos_ids_or(self, models: tuple[int, ...]) -> tuple[int, ...]:
         """The EOS ids of the request: its own if it names any, else those of the model."""
@@ -141,15 +186,8 @@ class DecodingParams(ResearchParams, UsualParams):
 
     @classmethod
     def of(cls, **values: Any) -> DecodingParams:
-        """The parameters with these values, among them those that the decoding declares itself.
-
-        Raises:
-            ParameterError: a name is unknown, or a value is not allowed.
-        """
-        refuse_unknown(values, tuple(cls.all_parameters()))
-        names = cls.names()
-        own = tuple((name, value) for name, value in values.items() if name not in names)
-        return cls(**{name: value for name, value in values.items() if name in names}, own=own)
+        """The same as ``DecodingParams``."""
+        return cls(**values)
 
     def for_continuations(self, longest: int) -> DecodingParams:
         """How continuations of a prompt are scored: in one pass over ``longest`` masks, with the attention and in the
@@ -160,6 +198,14 @@ class DecodingParams(ResearchParams, UsualParams):
             window_attention=self.window_attention,
             max_new_tokens=longest,
         )
+
+    def changed(self, **values: Any) -> DecodingParams:
+        """A copy with other values, among them parameters that are the decoding's own.
+
+        Raises:
+            ParameterError: as for ``DecodingParams``.
+        """
+        return replace(self, **values)
 
     def with_valid(self, **values: Any) -> DecodingParams:
         """A copy with other values, which are known to be valid and to go with the rest: nothing is checked again.
@@ -179,18 +225,14 @@ class DecodingParams(ResearchParams, UsualParams):
         return tuple(cls.parameters())
 
     @classmethod
-    def parameters(cls) -> dict[str, Parameter]:
-        """The declarations by name, in order."""
-        return _declarations(cls)
+    def parameters(cls) -> Mapping[str, Parameter]:
+        """The declarations by name, in order, but for those of decodings of other packages."""
+        return _declarations(all_decodings(), built_in=True)
 
     @classmethod
-    def all_parameters(cls) -> dict[str, Parameter]:
+    def all_parameters(cls) -> Mapping[str, Parameter]:
         """The declarations by name, in order, and after them those of decodings of other packages."""
-        found = cls.parameters()
-        for declared in all_own_parameters().values():
-            for name, parameter in _declarations(declared).items():
-                found.setdefault(name, parameter)
-        return found
+        return _declarations(all_decodings())
 
 
 @dataclass(frozen=True)
@@ -205,8 +247,8 @@ class GraphParams:
     block_size: int = UsualParams.block_size
     """Largest block that graphs have room for."""
     window_attention: str = "block_causal"
-    confidence: str = ResearchParams.confidence
-    branch_acceptance: str = ResearchParams.branch_acceptance
+    confidence: str = "max_prob"
+    branch_acceptance: str = "published"
 
     @classmethod
     def of(cls, params: DecodingParams) -> GraphParams:
@@ -223,8 +265,16 @@ class GraphParams:
         )
 
 
-def _declarations(owner: type[Any]) -> dict[str, Parameter]:
-    return {name: setting for name, setting in settings(owner).items() if isinstance(setting, Parameter)}
+@cache
+def _declarations(decodings: Decodings, built_in: bool = False) -> Mapping[str, Parameter]:
+    """The declarations of the usual parameters and of decodings' own ones."""
+    declared = {**settings(UsualParams)}
+    declared |= {
+        name: own for name, own in own_parameters(decodings, built_in=built_in).items() if name not in declared
+    }
+    found = {name: setting for name, setting in declared.items() if isinstance(setting, Parameter)}
+    texts = [f'"{name}": {variants_of(name)[0].description}' for name in built_in_decodings()]
+    return {**found, "decoding": replace(found["decoding"], help="; ".join(texts))}
 
 
 def banned_ids(params: DecodingParams) -> list[tuple[int, ...]]:

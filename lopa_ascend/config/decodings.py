@@ -1,150 +1,197 @@
-"""The decodings that a request can name: the built-in ones and those of other packages.
+"""The decodings that a request can name, and what each of them takes.
 
-Another decoding is added in this process by `lopa_ascend.register_decoding`; in every process, so also in those of a
-server and of several ranks, by an entry point of an installed package, with the decoding's name as its name.
+A decoding is a class, ``decode.strategy.Strategy``, whose attributes say everything about it: its parameters, what goes
+together, and what it can do. The built-in ones are registered as those of other packages are: in this process by
+`lopa_ascend.register_decoding`; in every process, so also in those of a server and of several ranks, by an entry point
+of an installed package, with the decoding's name as its name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from itertools import chain
 from typing import Any
 
 from lopa_ascend.config.kinds import Choice
-from lopa_ascend.config.settings import ParameterError, check_settings, settings
+from lopa_ascend.config.settings import Setting, settings
 
-DECODINGS = ("lopa", "d2f", "parallel", "vanilla", "fast_dllm", "fast_dllm_v2")
-"""The built-in ones."""
-PIPELINED = ("lopa", "d2f")
-"""The built-in ones that compiled steps decode: their window of blocks moves over the canvas."""
+BUILT_IN = "lopa_ascend.decode"
+"""The package that registers the built-in decodings when it is imported: not before use, because it needs this one."""
 GROUP = "lopa_ascend.decodings"
 """The group of entry points."""
-_registered: dict[str, type[Any]] = {}
+ATTRIBUTES = ("base", "check", "confidence", "description", "fits", "only", "parameters", "rules", "told_apart_by")
+"""What is asked of a decoding's class here, beside what it does."""
+Decodings = tuple[tuple[str, tuple[type[Any], ...]], ...]
+"""Names with their classes, the usual one first."""
+_registered: dict[str, tuple[type[Any], ...]] = {}
+"""By name: the classes of a decoding, the usual one first."""
 
 
-def add_decoding(name: str, strategy: type[Any]) -> None:
+def add_decoding(name: str, *variants: type[Any]) -> None:
     """Adds a decoding to those of this process; `lopa_ascend.register_decoding` says what it must be.
 
+    Args:
+        variants: its classes. Their ``told_apart_by`` names the parameters that choose one of several.
+
     Raises:
-        ValueError: the name is taken, or the strategy is not like a built-in decoding.
+        ValueError: the name is taken, or a class is not like a built-in decoding.
     """
-    if name in DECODINGS or _registered.get(name, strategy) is not strategy:
+    import_module(BUILT_IN)
+    if _registered.get(name, variants) != variants:
         raise ValueError(f"decoding {name!r} is registered already")
-    _check_strategy(name, strategy)
-    _registered[name] = strategy
+    for strategy in variants:
+        _check_strategy(name, strategy)
+    _registered[name] = variants
 
 
-def find_decoding(name: str) -> type[Any] | None:
-    """The strategy of a decoding that is not built in; None if there is none of this name.
+def find_decoding(name: object, values: Mapping[str, Any] | None = None) -> type[Any] | None:
+    """The class of a decoding; None if there is none of this name.
+
+    Args:
+        values: parameters by name, which tell the classes of one decoding apart; not necessarily checked.
 
     Raises:
-        ValueError: its entry point cannot be loaded, or the strategy is not like a built-in decoding.
+        ValueError: its entry point cannot be loaded, or the class is not like a built-in decoding.
     """
-    if name not in _registered:
-        point = _installed().get(name)
-        if point is None:
-            return None
-        strategy = _load(point)
-        if isinstance(strategy, Exception):
-            raise ValueError(f"{name!r}: entry point {point.value!r} cannot be loaded: {strategy}") from strategy
-        _check_strategy(name, strategy)
-        _registered[name] = strategy
-    return _registered[name]
+    variants = variants_of(name)
+    if not variants:
+        return None
+    for parameter in variants[0].told_apart_by:
+        value = (values or {}).get(parameter) or getattr(variants[0], parameter)
+        variants = tuple(found for found in variants if getattr(found, parameter) == value) or variants
+    return variants[0]
 
 
 def known_decodings() -> tuple[str, ...]:
     """The name of every decoding of this process, the built-in ones first."""
-    return (*DECODINGS, *sorted({*_registered, *_installed()} - {*DECODINGS}))
+    built_in = built_in_decodings()
+    return (*built_in, *sorted({*_registered, *_installed()} - {*built_in}))
 
 
-def is_known(name: object) -> bool:
-    """Whether this is the name of a decoding.
+def built_in_decodings() -> tuple[str, ...]:
+    """The names of the built-in decodings."""
+    import_module(BUILT_IN)
+    return tuple(name for name, variants in _registered.items() if _is_built_in(variants[0]))
 
-    Raises:
-        ValueError: see ``find_decoding``.
+
+def values_of(attribute: str) -> tuple[str, ...]:
+    """The values of a parameter that chooses one of several classes of a built-in decoding."""
+    variants = chain.from_iterable(map(variants_of, built_in_decodings()))
+    return tuple(dict.fromkeys(getattr(each, attribute) for each in variants if attribute in each.told_apart_by))
+
+
+def with_graphs(decoding: str) -> bool:
+    """Whether compiled steps decode it. Each class says that for itself alone: a subclass decides otherwise."""
+    return any(vars(strategy).get("has_graphs", False) for strategy in variants_of(decoding))
+
+
+def all_decodings() -> Decodings:
+    """All decodings of this process, but for those that cannot be loaded; a request that names one of
+    these is told why."""
+    import_module(BUILT_IN)
+    for name in _installed():
+        with suppress(ValueError):
+            variants_of(name)
+    return tuple(_registered.items())
+
+
+@cache
+def own_parameters(decodings: Decodings, *, built_in: bool = False) -> Mapping[str, Setting]:
+    """The declarations of the parameters that decodings have of their own, by name.
+
+    Args:
+        built_in: those of built-in decodings alone.
     """
-    return isinstance(name, str) and (name in DECODINGS or find_decoding(name) is not None)
-
-
-def built_in_like(decoding: str) -> str:
-    """The decoding itself if it is built in, otherwise the built-in one that its ``like`` names. Both go with the same
-    parameters."""
-    like: str = decoding if decoding in DECODINGS else _registered[decoding].like
-    return like
-
-
-def needed_confidence(decoding: str) -> str | None:
-    """The confidence that the passes of a decoding report, whatever ``confidence`` is; see ``Strategy.confidence``."""
-    confidence: str | None = None if decoding in DECODINGS else _registered[decoding].confidence
-    return confidence
-
-
-def all_own_parameters() -> dict[str, type[Any]]:
-    """By decoding: the dataclass of the parameters that it declares itself, as ``Strategy.parameters`` describes.
-
-    Decodings that cannot be loaded are left out here; a request that names one is told why.
-    """
-    found = {}
-    for decoding in known_decodings():
-        try:
-            strategy = None if decoding in DECODINGS else find_decoding(decoding)
-        except ValueError:
-            continue
-        if strategy is not None and strategy.parameters is not None:
-            found[decoding] = strategy.parameters
+    found: dict[str, Setting] = {}
+    for strategy in chain.from_iterable(variants for _, variants in decodings):
+        if not built_in or _is_built_in(strategy):
+            found |= {name: setting for name, setting in settings(strategy.parameters).items() if name not in found}
     return found
 
 
-def checked_own(decoding: str, values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The values of all parameters that a decoding declares itself, by name, in the form in which they are stored.
-
-    Args:
-        values: by name, those that are given.
-
-    Raises:
-        ParameterError: a value is not allowed, or the decoding does not declare a parameter of this name.
-    """
-    strategy = None if decoding in DECODINGS else find_decoding(decoding)
-    declared = None if strategy is None else strategy.parameters
-    names = () if declared is None else tuple(settings(declared))
-    for name in values:
-        if name not in names:
-            owners = [f'"{other}"' for other, owner in all_own_parameters().items() if name in settings(owner)]
-            raise ParameterError(name, f'does not go with decoding "{decoding}"; it is for {", ".join(owners)}')
-    if declared is None:
-        return ()
-    instance = declared(**values)
-    check_settings(instance)
-    return tuple((name, getattr(instance, name)) for name in names)
+def _is_built_in(strategy: type[Any]) -> bool:
+    return strategy.__module__.startswith(f"{BUILT_IN}.")
 
 
 @dataclass(frozen=True)
 class DecodingName(Choice):
     """The name of a decoding."""
 
-    choices: tuple[str, ...] = DECODINGS
+    choices: tuple[str, ...] = ()
 
     @property
     def known(self) -> tuple[str, ...]:
         return known_decodings()
 
+    def allowed(self) -> str:
+        return Choice(built_in_decodings()).allowed()
+
     def checked(self, value: object) -> object:
-        if is_known(value):
+        if find_decoding(value) is not None:
             return str(value)
         raise ValueError(f"unknown value {value!r}; choose one of {', '.join(self.known)}")
 
 
+@dataclass(frozen=True)
+class Variant(Choice):
+    """One of the values that tell the classes of a decoding apart."""
+
+    choices: tuple[str, ...] = ()
+    attribute: str = ""
+    """Of these classes; it is the name of the parameter, too."""
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        return values_of(self.attribute)
+
+    def allowed(self) -> str:
+        return Choice(self.known).allowed()
+
+    def checked(self, value: object) -> object:
+        return Choice(self.known).checked(value)
+
+
+def variants_of(name: object) -> tuple[type[Any], ...]:
+    """The classes of a decoding, the usual one first; none if there is none of this name.
+
+    Raises:
+        ValueError: see ``find_decoding``.
+    """
+    if not isinstance(name, str):
+        return ()
+    import_module(BUILT_IN)
+    if name not in _registered:
+        point = _installed().get(name)
+        if point is None:
+            return ()
+        strategy = _load(point)
+        if isinstance(strategy, Exception):
+            raise ValueError(f"{name!r}: entry point {point.value!r} cannot be loaded: {strategy}") from strategy
+        _check_strategy(name, strategy)
+        _registered[name] = (strategy,)
+    return _registered[name]
+
+
 def _check_strategy(name: str, strategy: type[Any]) -> None:
     """Refuses what has not the attributes of ``Strategy``: every request would fail because of them."""
-    like = getattr(strategy, "like", None)
-    if like not in DECODINGS:
-        raise ValueError(f"decoding {name!r} must have an attribute `like` of {', '.join(DECODINGS)}, got {like!r}")
-    if not all(hasattr(strategy, attribute) for attribute in ("parameters", "confidence", "check")):
+    if not all(hasattr(strategy, attribute) for attribute in ATTRIBUTES):
         raise ValueError(f"decoding {name!r} must be a subclass of lopa_ascend.decode.strategy.Strategy")
-    if strategy.parameters is not None and not is_dataclass(strategy.parameters):
+    if not (isinstance(strategy.parameters, type) and is_dataclass(strategy.parameters)):
         raise ValueError(f"decoding {name!r}: its `parameters` must be a dataclass, got {strategy.parameters!r}")
+    for owner in strategy.__mro__[1:]:
+        inherited = vars(owner).get("parameters")
+        if inherited is not None and not settings(inherited).items() <= settings(strategy.parameters).items():
+            message = f"its `parameters` must inherit from {inherited.__name__}, those of {owner.__name__}"
+            raise ValueError(f"decoding {name!r}: {message}")
+    known = own_parameters(tuple(_registered.items()))
+    for parameter, setting in settings(strategy.parameters).items():
+        if known.get(parameter, setting) != setting:
+            raise ValueError(f"decoding {name!r} declares {parameter}, a parameter of other decodings")
 
 
 @cache

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 
-from lopa_ascend.config.combinations import COMMITTING, filled_by, listed
+from lopa_ascend.config.combinations import listed
 from lopa_ascend.config.decoding import DecodingParams, banned_ids
-from lopa_ascend.config.decodings import find_decoding, known_decodings
+from lopa_ascend.config.decodings import all_decodings, variants_of
 from lopa_ascend.config.engine import check_window_attention
-from lopa_ascend.config.parameters import BASES
 from lopa_ascend.config.settings import ContextLengthError, ParameterError, context_length
 from lopa_ascend.kv.pages import slots_for, worst_case
 from lopa_ascend.types import DREAM, GappedText, ModelProperties
@@ -28,27 +27,19 @@ def check_decoding(params: DecodingParams, properties: ModelProperties) -> None:
         if params.window_attention != "block_causal" and params.is_pipelined:
             message = f'"{params.window_attention}" does not go with this model, {what}; use "block_causal"'
             raise ParameterError("window_attention", message)
-    if _decodes(properties, filled_by(params.decoding, params.base)):
+    if params.strategy.fits(properties):
         return
-    if params.decoding == "lopa":
-        name, value, choices = "base", params.base, tuple(base for base in BASES if _decodes(properties, base))
-    else:
-        name, value = "decoding", params.decoding
-        choices = tuple(other for other in known_decodings() if _decodes(properties, filled_by(other, "d2f")))
-    raise ParameterError(name, f'"{value}" does not go with this model, {what}; use {listed(choices)}')
+    fitting = [strategy for strategy in variants_of(params.decoding) if strategy.fits(properties)]
+    name, value = _chosen_by(params) if fitting else ("decoding", params.decoding)
+    choices = dict.fromkeys(strategy.base for strategy in fitting)
+    if not fitting:
+        choices = dict.fromkeys(other for other, variants in all_decodings() if variants[0].fits(properties))
+    raise ParameterError(name, f'"{value}" does not go with this model, {what}; use {listed(tuple(choices))}')
 
 
-def _decodes(properties: ModelProperties, filler: str) -> bool:
-    """Whether a model can fill positions by the rules of a built-in decoding."""
-    if not properties.is_block_causal:
-        return filler != "fast_dllm_v2"
-    return filler == "d2f" or (filler == "fast_dllm_v2" and properties.logit_shift == 1)
-
-
-def _fills_gaps(decoding: str) -> bool:
-    """Whether a decoding, if it is not built in, fills texts with gaps."""
-    strategy = find_decoding(decoding)
-    return strategy is None or strategy.fills_gaps
+def _chosen_by(params: DecodingParams) -> tuple[str, str]:
+    """The parameter that chooses how positions are filled, and its value."""
+    return ("base", params.base) if len(variants_of(params.decoding)) > 1 else ("decoding", params.decoding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +143,13 @@ class Limits:
         if self.properties.is_block_causal:
             message = "needs a model that attends to all positions, such as Dream or LLaDA; this one is block-causal"
             raise ParameterError("gaps", message)
-        if params.is_pipelined or not _fills_gaps(params.decoding):
-            choices = [
-                name for name in known_decodings() if filled_by(name, "d2f") not in COMMITTING and _fills_gaps(name)
-            ]
-            bases = [base for base in BASES if base not in COMMITTING]
+        if not params.strategy.fills_gaps:
+            choices = tuple(name for name, variants in all_decodings() if variants[0].fills_gaps)
+            bases = dict.fromkeys(strategy.base for strategy in variants_of("lopa") if strategy.fills_gaps)
             name = f'decoding "{params.decoding}"' + (f' over "{params.base}"' if params.decoding == "lopa" else "")
             message = (
                 f"does not go with {name}, which sees nothing behind a gap; use "
-                f'decoding {listed(tuple(choices))}, or decoding "lopa" with base {listed(tuple(bases))}'
+                f'decoding {listed(choices)}, or decoding "lopa" with base {listed(tuple(bases))}'
             )
             raise ParameterError("gaps", message)
         if params.structured_outputs is not None:
@@ -200,8 +189,9 @@ class Limits:
         if params.is_pipelined:
             name, what, num_opened = "block_size", "first block", self._first_window(params)
         else:
-            decoding = f'decoding "{params.decoding}"' if params.base == "d2f" else f'base "{params.base}"'
-            name, what, num_opened = "max_new_tokens", f"canvas that {decoding} computes whole", params.max_new_tokens
+            chosen_by, value = _chosen_by(params)
+            what, num_opened = f'canvas that {chosen_by} "{value}" computes whole', params.max_new_tokens
+            name = "max_new_tokens"
         if prompt_tokens + num_opened > self.max_num_batched_tokens:
             message = (
                 f"a prompt of {prompt_tokens} tokens and the {what} of {num_opened} exceed max_num_batched_tokens "
@@ -219,7 +209,7 @@ class Limits:
         if params.is_auto:
             return
         sizes, window = f"block_size {params.block_size}", self._first_window(params)
-        if params.base == "parallel":
+        if params.strategy.computes_whole_branches:
             sizes = f"a prompt of {prompt_tokens} tokens and max_new_tokens {params.max_new_tokens}"
             window = prompt_tokens + params.max_new_tokens
         if params.lookaheads and 1 + params.lookaheads > self.max_branches(window):

@@ -1,4 +1,4 @@
-"""The decoding parameters, each declared once."""
+"""The decoding parameters that all decodings have, each declared once. A decoding declares its own with its class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from lopa_ascend.config.kinds import (
     INT64_MAX,
     INT64_MIN,
     Boolean,
-    Choice,
     Integer,
     IntegerOrAuto,
     Number,
@@ -20,7 +19,7 @@ from lopa_ascend.config.kinds import (
     TokenNumbers,
     Words,
 )
-from lopa_ascend.config.settings import DERIVED, GraphSupport, Section, parameter
+from lopa_ascend.config.settings import DERIVED, GraphSupport, parameter
 from lopa_ascend.types import Grammar
 
 AUTO_BRANCHES = 3
@@ -30,32 +29,13 @@ AUTO_REQUESTS = 2
 die, three drafts make two requests 1.2 times as fast, and three requests slower."""
 MIN_TEMPERATURE = 0.01
 """Lower temperatures count as 0: logits divided by them leave the range of float32."""
-ACCEPTANCES = ("threshold", "factor", "entropy", "sequential")
-CONFIDENCES = ("max_prob", "margin", "neg_entropy")
-ALGS = {"origin": "max_prob", "maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "neg_entropy"}
-"""Dream's names for the ways to choose positions, and the confidence of each."""
-BASES = ("d2f", "parallel", "fast_dllm", "fast_dllm_v2")
-BLOCK_CACHES = ("prefix", "dual")
-BRANCH_ACCEPTANCES = ("published", "verified", "exact")
-BRANCH_SCORES = ("mean", "tail", "window")
-MAX_STEPS = 8192
-"""Most steps of "vanilla". Those of "origin" that fill nothing are drawn all the same, while other requests wait."""
-WINDOW_ATTENTIONS = ("block_causal", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
 class UsualParams:
     """The parameters that most requests are decoded by; see ``DecodingParams``."""
 
-    decoding: str = parameter(
-        "lopa",
-        DecodingName(),
-        '"lopa": an anchor branch and lookahead branches; "d2f": the anchor branch alone; "parallel": block after '
-        'block of a canvas that is computed whole in every forward pass; "vanilla": Dream\'s own, a fixed '
-        'number of steps over the whole canvas; "fast_dllm": as "parallel", with keys and values that are computed '
-        'once a block; "fast_dllm_v2": block after block, by sub-blocks, for models of that family',
-        graphs=GraphSupport.PIPELINED,
-    )
+    decoding: str = parameter("lopa", DecodingName(), "see ``Strategy.description``", graphs=GraphSupport.DECODING)
     num_branches: int | str = parameter(
         DERIVED,
         IntegerOrAuto(0, 255),
@@ -204,172 +184,6 @@ class UsualParams:
         graphs=GraphSupport.BUCKET,
     )
     ignore_eos: bool = parameter(False, Boolean(), "go on after an EOS")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResearchParams:
-    """The parameters that select variants of the decoding; see ``DecodingParams``."""
-
-    base: str = parameter(
-        "d2f",
-        Choice(BASES),
-        'the decoding that "lopa" extends: it decodes the anchor branch, and "lopa" adds lookahead branches',
-        group=Section.RESEARCH,
-        graphs=GraphSupport.DEFAULT,
-    )
-    confidence: str = parameter(
-        "max_prob",
-        Choice(CONFIDENCES),
-        "what positions are ranked and branches are scored by: the probability of the predicted token, its margin "
-        "over the second most probable token, or the negative entropy of the prediction",
-        group=Section.RESEARCH,
-        graphs=GraphSupport.COMPILED,
-    )
-    acceptance: str = parameter(
-        "threshold",
-        Choice(ACCEPTANCES),
-        'which positions of a block are filled together: "threshold": all above `tau_conf`; "factor": the most '
-        'probable ones, as many as `acceptance_factor` allows, whatever `tau_conf` is; "entropy": all whose entropy is '
-        'at most `max_entropy`; "sequential": the first ones, as many as a pass must fill',
-        group=Section.RESEARCH,
-        graphs=GraphSupport.DEFAULT,
-    )
-    acceptance_factor: float = parameter(
-        1.0,
-        Number(0, 1000),
-        'bound of `acceptance` "factor"; higher is faster and less accurate',
-        group=Section.RESEARCH,
-    )
-    max_entropy: float = parameter(
-        0.5,
-        Number(0, 100),
-        'bound of `acceptance` "entropy", in nats; higher is faster and less accurate',
-        group=Section.RESEARCH,
-    )
-    denoising_steps: int | None = parameter(
-        None,
-        Integer(1, 4096),
-        "passes in which a block is filled at the latest: each fills at least its share of the block",
-        group=Section.RESEARCH,
-        default_text="as many as the block has positions",
-        graphs=GraphSupport.DEFAULT,
-    )
-    editing_threshold: float | None = parameter(
-        None,
-        Number(0, 1),
-        "a filled position of the open block takes the predicted token in place of its own when the probability is "
-        "above this; the block is final once a pass without masks has changed nothing, and only then it is shown",
-        group=Section.RESEARCH,
-        default_text="filled positions stay as they are",
-        graphs=GraphSupport.DEFAULT,
-    )
-    max_post_steps: int = parameter(
-        16,
-        Integer(1, 4096),
-        "passes without masks after which a block is final even if `editing_threshold` still changes tokens",
-        group=Section.RESEARCH,
-    )
-    sub_block_size: int = parameter(
-        8,
-        Integer(1, 4096),
-        'positions that "fast_dllm_v2" fills before it goes on to the right',
-        group=Section.RESEARCH,
-    )
-    sub_block_cache: bool = parameter(
-        False,
-        Boolean(),
-        'compute the current sub-block of "fast_dllm_v2" alone, beside stale keys and values of its block; this '
-        "changes answers",
-        group=Section.RESEARCH,
-    )
-    steps: int | None = parameter(
-        None,
-        Integer(1, MAX_STEPS),
-        'steps of `decoding` "vanilla", each of which fills its share of the canvas',
-        group=Section.RESEARCH,
-        default_text="as many as the canvas has positions",
-    )
-    alg: str = parameter(
-        "entropy",
-        Choice(tuple(ALGS)),
-        'which positions a step of `decoding` "vanilla" fills: "origin": random ones; the others: the best by the '
-        "probability of the predicted token, by its margin over the second, or by the negative entropy",
-        group=Section.RESEARCH,
-    )
-    alg_temp: float = parameter(
-        0.0, Number(0, 1000), "above 0: `alg` draws positions in proportion to exp(confidence / alg_temp)", group=None
-    )
-    block_cache: str = parameter(
-        "prefix",
-        Choice(BLOCK_CACHES),
-        'keys and values that `decoding` "fast_dllm" reuses while it fills a block: "prefix": of all positions '
-        'before the block; "dual": of those after it too',
-        group=Section.RESEARCH,
-    )
-    branch_acceptance: str = parameter(
-        "published",
-        Choice(BRANCH_ACCEPTANCES),
-        'which branch wins: "published": the one with the highest score; "verified": the one that fills most '
-        'positions, among the anchor and the branches whose lookahead token "d2f" would fill now; "exact": the one '
-        'that "d2f" would have after this pass, so that the answer is that of "d2f"',
-        group=Section.RESEARCH,
-        graphs=GraphSupport.COMPILED,
-    )
-    lookahead_depth: int = parameter(
-        1,
-        Integer(1, 16),
-        "most tokens that a lookahead branch has in addition to the anchor's; above 1 one pass may replace several "
-        'passes of "d2f"; needs `branch_acceptance` "verified" or "exact"',
-        group=Section.RESEARCH,
-        graphs=GraphSupport.DEFAULT,
-    )
-    branch_score: str = parameter(
-        "mean",
-        Choice(BRANCH_SCORES),
-        'score of a branch from the confidences of its masked positions: "mean" of all; "tail": mean of the '
-        'lowest; "window": lowest mean over consecutive positions',
-        group=Section.RESEARCH,
-        graphs=GraphSupport.DEFAULT,
-    )
-    tail_fraction: float = parameter(
-        0.5, Number(0, 1), 'fraction of the masked positions that `branch_score` "tail" averages', group=None
-    )
-    score_window: int = parameter(
-        8,
-        Integer(1, INT32_MAX),
-        'number of consecutive masked positions that `branch_score` "window" averages',
-        group=None,
-    )
-    creation_weight: float = parameter(
-        0.0,
-        Number(0, 1),
-        "weight of the confidence of a branch's own lookahead token in the branch's score",
-        group=None,
-        graphs=GraphSupport.DEFAULT,
-    )
-    window_attention: str = parameter(
-        DERIVED,
-        Choice(WINDOW_ATTENTIONS),
-        'what a block of the window attends to: "block_causal": all positions up to its own end; "full": all '
-        "positions up to the end of the window",
-        group=Section.RESEARCH,
-        default_text='"block_causal" with "lopa" and "d2f", otherwise "full"',
-        graphs=GraphSupport.COMPILED,
-    )
-    max_active_blocks: int | None = parameter(
-        None,
-        Integer(1, INT32_MAX),
-        "most blocks that are open at once, from the first unfinished block on",
-        group=Section.RESEARCH,
-        default_text='no limit; 1 with "parallel"',
-    )
-    eos_last: bool = parameter(
-        False,
-        Boolean(),
-        'with "parallel" and "fast_dllm": a token that ends the answer is filled only where no other position is '
-        "left to fill",
-        group=None,
-    )
     finish_at_eos: bool = parameter(
         True,
         Boolean(),

@@ -83,8 +83,8 @@ class GraphSupport(Enum):
     """The values of a decoding parameter with which requests run in compiled steps. With others they run eagerly."""
 
     ANY = "any"
-    PIPELINED = '"lopa", "d2f"'
-    """Decodings with a window of blocks that moves over the canvas."""
+    DECODING = "decodings with compiled steps"
+    """The decodings that compiled steps decode: each says so itself."""
     DEFAULT = "the default"
     COMPILED = "the value compiled for"
     """The value that the graphs were compiled for."""
@@ -145,14 +145,24 @@ def parameter(default: T, kind: Kind, help: str, **more: Any) -> T:
     return _declared(default, Parameter(default, kind, help, **more))
 
 
+def research(default: T, kind: Kind, help: str, **more: Any) -> T:
+    """A decoding parameter for research: one that selects a variant of a decoding."""
+    return parameter(default, kind, help, **{"group": Section.RESEARCH, **more})
+
+
 def _declared(default: T, setting: Setting) -> T:
     value: T = field(default=default, metadata={_KEY: setting}, repr=not setting.secret)
     return value
 
 
-def settings(owner: type[Any]) -> dict[str, Setting]:
+_found: dict[type[Any], Mapping[str, Setting]] = {}
+
+
+def settings(owner: type[Any]) -> Mapping[str, Setting]:
     """The declarations of a dataclass by field name, in order. Fields without a declaration are left out."""
-    return {f.name: f.metadata[_KEY] for f in fields(owner) if _KEY in f.metadata}
+    if owner not in _found:
+        _found[owner] = {f.name: f.metadata[_KEY] for f in fields(owner) if _KEY in f.metadata}
+    return _found[owner]
 
 
 def refuse_unknown(options: Iterable[str], names: Sequence[str]) -> None:
@@ -178,13 +188,21 @@ def check_settings(instance: object) -> None:
         ParameterError: a value is not allowed.
     """
     for name, setting in settings(type(instance)).items():
-        value = getattr(instance, name)
-        if value is None and setting.default is None:
-            continue
-        try:
-            object.__setattr__(instance, name, setting.kind.checked(value))
-        except ValueError as error:
-            raise ParameterError(name, f"{error}{instead_of(name, value)}") from None
+        object.__setattr__(instance, name, checked_value(name, getattr(instance, name), setting))
+
+
+def checked_value(name: str, value: object, setting: Setting) -> object:
+    """The value of a setting in its stored form.
+
+    Raises:
+        ParameterError: it is not allowed.
+    """
+    if value is None and setting.default is None:
+        return None
+    try:
+        return setting.kind.checked(value)
+    except ValueError as error:
+        raise ParameterError(name, f"{error}{instead_of(name, value)}") from None
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

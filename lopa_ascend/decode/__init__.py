@@ -7,9 +7,9 @@ steps do the same with tensors (``graph/policy``).
 
 from __future__ import annotations
 
-from lopa_ascend.config import add_decoding, find_decoding
+from lopa_ascend.config import add_decoding
+from lopa_ascend.decode.block_pipeline import BlockPipeline
 from lopa_ascend.decode.canvas import Parallel
-from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.fast_dllm import FastDllm
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
 from lopa_ascend.decode.lengths import Measuring
@@ -18,40 +18,18 @@ from lopa_ascend.decode.strategy import Start, Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    "lopa": Lopa,
-    "d2f": D2F,
-    "parallel": Parallel,
-    "vanilla": Vanilla,
-    "fast_dllm": FastDllm,
-    "fast_dllm_v2": FastDllmV2,
-}
-"""By ``DecodingParams.decoding``."""
-BRANCH_ACCEPTANCES: dict[str, type[Lopa]] = {"published": Lopa, "verified": VerifiedLopa, "exact": ExactLopa}
-"""What decodes as "lopa" over "d2f", by ``DecodingParams.branch_acceptance``."""
-LOPA_OVER: dict[str, type[Strategy]] = {
-    "parallel": LopaParallel,
-    "fast_dllm": LopaFastDllm,
-    "fast_dllm_v2": LopaFastDllmV2,
-}
-"""What decodes as "lopa" over other decodings, by ``DecodingParams.base``."""
+add_decoding("lopa", Lopa, VerifiedLopa, ExactLopa, LopaParallel, LopaFastDllm, LopaFastDllmV2)
+for strategy in (BlockPipeline, Parallel, Vanilla, FastDllm, FastDllmV2):
+    add_decoding(strategy.base, strategy)
 
 
 def begin(start: Start) -> Strategy:
     """The strategy that ``start.params`` names, at the start of a sequence."""
-    params = start.params
-    strategy: type[Strategy] | None
-    if params.decoding != "lopa":
-        strategy = STRATEGIES.get(params.decoding) or find_decoding(params.decoding)
-    elif params.base == "d2f":
-        strategy = BRANCH_ACCEPTANCES[params.branch_acceptance]
-    else:
-        strategy = LOPA_OVER[params.base]
-    assert strategy is not None, "DecodingParams checks the name"
-    assert start.gapped is None or strategy.fills_gaps, "Limits.check_gaps refuses the others"
-    if start.gapped is not None and start.gapped.flexible:
-        return Measuring(start, strategy)
-    return strategy(start)
+    strategy: type[Strategy] = start.params.strategy
+    if start.gapped is None:
+        return strategy(start)
+    assert strategy.fills_gaps, "Limits.check_gaps refuses the others"
+    return Measuring(start, strategy) if start.gapped.flexible else strategy(start)
 
 
 def register_decoding(name: str, strategy: type[Strategy]) -> None:
@@ -59,11 +37,11 @@ def register_decoding(name: str, strategy: type[Strategy]) -> None:
 
     Args:
         name: the value of ``DecodingParams.decoding`` that selects it.
-        strategy: how a sequence is decoded. Its attribute ``like`` names the built-in decoding whose parameters it
-            accepts. If that is "lopa", requests may ask for lookahead branches. ``parameters`` declares further ones.
+        strategy: how a sequence is decoded. It has the parameters of the class that it inherits from, and may declare
+            further ones.
 
     Raises:
-        ValueError: the name is taken, or ``like`` is not a built-in decoding.
+        ValueError: the name is taken, or what the class says about itself is incomplete.
         TypeError: ``strategy`` is not a subclass of ``Strategy``.
     """
     if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):

@@ -17,13 +17,69 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.config.combinations import Rule as Combination
+from lopa_ascend.config.kinds import INT32_MAX, Choice, Integer, Number
+from lopa_ascend.config.settings import GraphSupport, research
 from lopa_ascend.types import Fill
 
 Rule = Callable[[Sequence[Fill]], list[Fill]]
 """``rule(predictions)`` returns the accepted ones of the predictions for a block's masked positions. Arguments and
 results are in the order of positions."""
+
+
+CONFIDENCES = ("max_prob", "margin", "neg_entropy")
+ACCEPTANCES = ("threshold", "factor", "entropy", "sequential")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockParams:
+    """Parameters of decodings that fill blocks."""
+
+    confidence: str = research(
+        "max_prob",
+        Choice(CONFIDENCES),
+        "what positions are ranked and branches are scored by: the probability of the predicted token, its margin "
+        "over the second most probable token, or the negative entropy of the prediction",
+        graphs=GraphSupport.COMPILED,
+    )
+    acceptance: str = research(
+        "threshold",
+        Choice(ACCEPTANCES),
+        'which positions of a block are filled together: "threshold": all above `tau_conf`; "factor": the most '
+        'probable ones, as many as `acceptance_factor` allows, whatever `tau_conf` is; "entropy": all whose entropy is '
+        'at most `max_entropy`; "sequential": the first ones, as many as a pass must fill',
+        graphs=GraphSupport.DEFAULT,
+    )
+    acceptance_factor: float = research(
+        1.0,
+        Number(0, 1000),
+        'bound of `acceptance` "factor"; higher is faster and less accurate',
+    )
+    max_entropy: float = research(
+        0.5,
+        Number(0, 100),
+        'bound of `acceptance` "entropy", in nats; higher is faster and less accurate',
+    )
+    denoising_steps: int | None = research(
+        None,
+        Integer(1, 4096),
+        "passes in which a block is filled at the latest: each fills at least its share of the block",
+        default_text="as many as the block has positions",
+        graphs=GraphSupport.DEFAULT,
+    )
+    max_active_blocks: int | None = research(
+        None,
+        Integer(1, INT32_MAX),
+        "most blocks that are open at once, from the first unfinished block on",
+        default_text='no limit; 1 with "parallel"',
+    )
+
+
+COMBINATIONS = (Combination("acceptance", "confidence", ("neg_entropy",), free=("factor", "sequential")),)
+"""What goes with what in these decodings."""
 
 
 def float32(value: float) -> float:

@@ -8,12 +8,44 @@ that agrees on the confidences agrees on the winner.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
-from lopa_ascend.config import DecodingParams
+from lopa_ascend.config.kinds import INT32_MAX, Choice, Integer, Number
+from lopa_ascend.config.settings import GraphSupport, research
 from lopa_ascend.decode.blocks import Branch
 
 SCALE = 1 << 16
+BRANCH_SCORES = ("mean", "tail", "window")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreParams:
+    """How branches are scored."""
+
+    branch_score: str = research(
+        "mean",
+        Choice(BRANCH_SCORES),
+        'score of a branch from the confidences of its masked positions: "mean" of all; "tail": mean of the '
+        'lowest; "window": lowest mean over consecutive positions',
+        graphs=GraphSupport.DEFAULT,
+    )
+    tail_fraction: float = research(
+        0.5, Number(0, 1), 'fraction of the masked positions that `branch_score` "tail" averages', group=None
+    )
+    score_window: int = research(
+        8,
+        Integer(1, INT32_MAX),
+        'number of consecutive masked positions that `branch_score` "window" averages',
+        group=None,
+    )
+    creation_weight: float = research(
+        0.0,
+        Number(0, 1),
+        "weight of the confidence of a branch's own lookahead token in the branch's score",
+        group=None,
+        graphs=GraphSupport.DEFAULT,
+    )
 
 
 def fixed_point(confidence: float) -> int:
@@ -21,7 +53,7 @@ def fixed_point(confidence: float) -> int:
     return round(confidence * SCALE)
 
 
-def branch_score(confidences: Sequence[float], params: DecodingParams) -> tuple[int, int]:
+def branch_score(confidences: Sequence[float], params: ScoreParams) -> tuple[int, int]:
     """The score of a branch by its confidences, as a fraction.
 
     "mean" averages the confidences of all n masked positions. "tail" averages the max(1, floor(n * tail_fraction))
@@ -50,7 +82,7 @@ def branch_score(confidences: Sequence[float], params: DecodingParams) -> tuple[
 
 
 def branch_scores(
-    branches: Sequence[Branch], confidences: Sequence[Sequence[float]], params: DecodingParams
+    branches: Sequence[Branch], confidences: Sequence[Sequence[float]], params: ScoreParams
 ) -> list[Fraction]:
     """The scores of the branches of one pass, exactly.
 
@@ -61,7 +93,7 @@ def branch_scores(
     return with_creation([Fraction(total, count * SCALE) for total, count in totals], branches, params)
 
 
-def with_creation(scores: Sequence[Fraction], branches: Sequence[Branch], params: DecodingParams) -> list[Fraction]:
+def with_creation(scores: Sequence[Fraction], branches: Sequence[Branch], params: ScoreParams) -> list[Fraction]:
     """(1 - w) * score + w * confidence of the lookahead token (1.0 for the anchor), where w is ``creation_weight``."""
     weight = Fraction(fixed_point(params.creation_weight), SCALE)
     weighted = []

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
+from typing import ClassVar
 
-from lopa_ascend.decode.acceptance import filled_in, most_confident, to_the_last
+from lopa_ascend.config.kinds import Boolean
+from lopa_ascend.config.settings import research
+from lopa_ascend.decode.acceptance import COMBINATIONS, BlockParams, filled_in, most_confident, to_the_last
 from lopa_ascend.decode.blocks import Block, Branch, threshold_count
-from lopa_ascend.decode.strategy import Final, Start, Strategy
-from lopa_ascend.types import Fill, RowPlan, SequencePlan
+from lopa_ascend.decode.strategy import Final, Only, Start, Strategy
+from lopa_ascend.types import Fill, ModelProperties, RowPlan, SequencePlan
 
 
 class Canvas(Strategy):
@@ -28,6 +31,12 @@ class Canvas(Strategy):
     """
 
     fills_gaps = True
+    only: ClassVar[Only] = {"window_attention": ("full",)}
+
+    @classmethod
+    def fits(cls, properties: ModelProperties) -> bool:
+        """Those that attend to all positions."""
+        return not properties.is_block_causal
 
     def __init__(self, start: Start) -> None:
         assert not start.num_committed, "the keys and values of the prompt depend on the canvas"
@@ -128,6 +137,19 @@ class Canvas(Strategy):
         return not self.answer.masks if self._has_gaps else super().visible_is_final()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParallelParams(BlockParams):
+    """Parameters of decodings that fill a canvas block after block."""
+
+    eos_last: bool = research(
+        False,
+        Boolean(),
+        'with "parallel" and "fast_dllm": a token that ends the answer is filled only where no other position is '
+        "left to fill",
+        group=None,
+    )
+
+
 class Parallel(Canvas):
     """Block after block, from left to right: each pass fills what the acceptance rule lets through in the first block
     that has masks, and its most confident position if the rule lets nothing through (semi-autoregressive parallel
@@ -139,11 +161,17 @@ class Parallel(Canvas):
     end (d3LLM, arXiv 2601.07568).
     """
 
+    description = "block after block of a canvas that is computed whole in every forward pass"
+    base = "parallel"
+    parameters = ParallelParams
+    own: ParallelParams
+    only: ClassVar[Only] = {"acceptance": ("threshold", "factor", "entropy")}
+    rules = COMBINATIONS
+
     def __init__(self, start: Start) -> None:
         super().__init__(start)
-        params = start.params
-        self._eos_last = params.eos_last and not self.grammar.binds
-        if self.properties.fills_as_llada and params.acceptance == "factor":
+        self._eos_last = self.own.eos_last and not self.grammar.binds
+        if self.properties.fills_as_llada and self.own.acceptance == "factor":
             self._rule = to_the_last(self._rule)
 
     @property
@@ -160,7 +188,7 @@ class Parallel(Canvas):
         are no masks."""
         first = next((i for i, block in enumerate(branch.blocks) if block.masks), len(branch.blocks))
         window = list(branch.blocks[first : first + 1])
-        for block in branch.blocks[first + 1 : first + (self.params.max_active_blocks or 1)]:
+        for block in branch.blocks[first + 1 : first + (self.own.max_active_blocks or 1)]:
             if window[-1].filled < threshold_count(self.params.tau_add, window[-1].length):
                 break
             window.append(block)
@@ -199,7 +227,7 @@ class Parallel(Canvas):
         """Positions of the first block that the next pass must fill: 1, or with ``denoising_steps`` as many as the
         schedule lacks. After n passes it wants n shares of the block, the first ones one larger until these have the
         remainder."""
-        steps = self.params.denoising_steps
+        steps = self.own.denoising_steps
         if steps is None:
             return 1
         share, remainder = divmod(block.length, steps)
@@ -208,7 +236,7 @@ class Parallel(Canvas):
 
     def finish_pass(self, branch: Branch) -> Branch:
         """Counts the pass in the blocks that are begun, and ends gaps."""
-        if self.params.denoising_steps is not None:
+        if self.own.denoising_steps is not None:
             blocks = (
                 replace(block, passes=block.passes + 1) if block.masks and block.filled else block
                 for block in branch.blocks

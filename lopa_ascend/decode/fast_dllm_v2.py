@@ -11,20 +11,64 @@ values of the block's other positions are then those of earlier passes, stale by
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+from lopa_ascend.config.combinations import Rule
+from lopa_ascend.config.kinds import Boolean, Integer
+from lopa_ascend.config.settings import research
 from lopa_ascend.decode.acceptance import filled_in
+from lopa_ascend.decode.block_pipeline import BlockPipeline, PipelineParams
 from lopa_ascend.decode.blocks import Branch
-from lopa_ascend.decode.d2f import D2F
-from lopa_ascend.types import Fill, RowPlan, SequencePlan
+from lopa_ascend.decode.strategy import Only
+from lopa_ascend.types import Fill, ModelProperties, RowPlan, SequencePlan
 
 
-class FastDllmV2(D2F):
+@dataclass(frozen=True, kw_only=True)
+class FastDllmV2Params(PipelineParams):
+    """Sub-blocks."""
+
+    sub_block_size: int = research(
+        8,
+        Integer(1, 4096),
+        'positions that "fast_dllm_v2" fills before it goes on to the right',
+    )
+    sub_block_cache: bool = research(
+        False,
+        Boolean(),
+        'compute the current sub-block of "fast_dllm_v2" alone, beside stale keys and values of its block; this '
+        "changes answers",
+    )
+
+
+class FastDllmV2(BlockPipeline):
     """One sequence under Fast-dLLM v2."""
+
+    description = "block after block, by sub-blocks, for models of that family"
+    base = "fast_dllm_v2"
+    parameters = FastDllmV2Params
+    own: FastDllmV2Params
+    only: ClassVar[Only] = {
+        "acceptance": ("threshold", "factor", "entropy"),
+        "denoising_steps": (),
+        "editing_threshold": (),
+        "max_active_blocks": (),
+        "max_post_steps": (),
+    }
+    # A span that a grammar forces would leave out a block's first pass.
+    rules = (
+        Rule("sub_block_cache", "structured_outputs", (None,)),
+        Rule("sub_block_cache", "max_thinking_tokens", (None,)),
+    )
+
+    @classmethod
+    def fits(cls, properties: ModelProperties) -> bool:
+        """Those of its family, whose logits predict the next position."""
+        return properties.is_block_causal and properties.logit_shift == 1
 
     def plan(self) -> SequencePlan | None:
         plan = super().plan()
-        if plan is None or not self.params.sub_block_cache:
+        if plan is None or not self.own.sub_block_cache:
             return plan
         block = self.anchor.blocks[-1]
         begin, end = self._sub_block(self.anchor)
@@ -51,7 +95,7 @@ class FastDllmV2(D2F):
 
     def _sub_block(self, branch: Branch) -> tuple[int, int]:
         """[start, end) of the first sub-block that has masks, or of the last one if none has."""
-        block, size = branch.blocks[-1], self.params.sub_block_size
+        block, size = branch.blocks[-1], self.own.sub_block_size
         first = next(iter(branch.masked_in(block, self.mask)), block.end - 1)
         begin = block.start + (first - block.start) // size * size
         return begin, min(begin + size, block.end)

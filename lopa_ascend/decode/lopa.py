@@ -4,22 +4,54 @@ Eq. 2)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import ClassVar
 
+from lopa_ascend.config.combinations import Rule
+from lopa_ascend.config.decodings import Variant
+from lopa_ascend.config.kinds import Integer
+from lopa_ascend.config.settings import GraphSupport, research
+from lopa_ascend.decode.block_pipeline import BlockPipeline, PipelineParams
 from lopa_ascend.decode.blocks import Branch
-from lopa_ascend.decode.branch_scores import branch_scores
-from lopa_ascend.decode.canvas import Parallel, first_masked
-from lopa_ascend.decode.d2f import D2F
-from lopa_ascend.decode.fast_dllm import FastDllm
-from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
-from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.decode.branch_scores import ScoreParams, branch_scores
+from lopa_ascend.decode.canvas import Parallel, ParallelParams, first_masked
+from lopa_ascend.decode.fast_dllm import FastDllm, FastDllmParams
+from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2, FastDllmV2Params
+from lopa_ascend.decode.strategy import Only, Strategy
 from lopa_ascend.types import Fill, RowResult, SequencePlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookaheadParams(ScoreParams):
+    """Which decoding is extended, and which branch wins."""
+
+    base: str = research(
+        "d2f",
+        Variant(attribute="base"),
+        'the decoding that "lopa" extends: it decodes the anchor branch, and "lopa" adds lookahead branches',
+        graphs=GraphSupport.DEFAULT,
+    )
+    branch_acceptance: str = research(
+        "published",
+        Variant(attribute="branch_acceptance"),
+        'which branch wins: "published": the one with the highest score; "verified": the one that fills most '
+        'positions, among the anchor and the branches whose lookahead token "d2f" would fill now; "exact": the one '
+        'that "d2f" would have after this pass, so that the answer is that of "d2f"',
+        graphs=GraphSupport.COMPILED,
+    )
 
 
 class Lookaheads(Strategy):
     """Mixin that gives a strategy up to ``params.lookaheads`` lookahead branches beside the anchor. It precedes the
     strategy in the list of base classes."""
+
+    description = "an anchor branch and lookahead branches"
+    told_apart_by = ("base", "branch_acceptance")
+    branch_acceptance: ClassVar[str] = "published"
+    default_branches = 3
+    own: LookaheadParams
+    only: ClassVar[Only] = {"num_branches": None}
 
     @property
     def num_wanted(self) -> int:
@@ -31,7 +63,7 @@ class Lookaheads(Strategy):
     def score(self, plan: SequencePlan, results: Sequence[RowResult]) -> list[Fraction]:
         """The branch scores, exactly. The arguments are those of ``absorb``."""
         confidences = [self.editing.scored(*each) for each in zip(self.branches, plan.rows, results, strict=True)]
-        return branch_scores(self.branches, confidences, self.params)
+        return branch_scores(self.branches, confidences, self.own)
 
     def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
         """The branch with the highest score, the earliest among equals."""
@@ -54,13 +86,42 @@ class Lookaheads(Strategy):
     def known_winner(self) -> Branch | None:
         """A lookahead branch without masks would score 1.0, the highest score. This does not hold with a
         ``creation_weight``, and with ``editing_threshold`` the pass may still change tokens."""
-        if not self.params.finish_at_eos or self.params.creation_weight or self.editing.is_on:
+        if not self.params.finish_at_eos or self.own.creation_weight or self.editing.is_on:
             return None
         return next((branch for branch in self.branches[:-1] if not branch.masks), None)
 
 
-class Lopa(Lookaheads, D2F):
+@dataclass(frozen=True, kw_only=True)
+class LopaParams(LookaheadParams, PipelineParams):
+    """LoPA over D2F."""
+
+    lookahead_depth: int = research(
+        1,
+        Integer(1, 16),
+        "most tokens that a lookahead branch has in addition to the anchor's; above 1 one pass may replace several "
+        'passes of "d2f"; needs `branch_acceptance` "verified" or "exact"',
+        graphs=GraphSupport.DEFAULT,
+    )
+
+
+class Lopa(Lookaheads, BlockPipeline):
     """One sequence under LoPA over D2F, as published."""
+
+    has_graphs = True
+    parameters = LopaParams
+    own: LopaParams
+    rules = (
+        Rule(
+            "branch_acceptance", "temperature", (0,), ("verified",), "verified"
+        ),  # a draw depends on its pass's number
+        Rule("lookahead_depth", "branch_acceptance", ("verified", "exact")),
+        Rule("denoising_steps", "branch_acceptance", ("published",)),  # a pass that a branch saves would be counted
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LopaFastDllmParams(LookaheadParams, FastDllmParams):
+    """LoPA over Fast-dLLM."""
 
 
 class LopaFastDllm(Lookaheads, FastDllm):
@@ -70,6 +131,10 @@ class LopaFastDllm(Lookaheads, FastDllm):
     branches of the later passes read them there: these keys and values are stale by design, so they are the same for
     all branches. A lookahead branch never fills the last mask of a block, because the next block needs a first pass.
     """
+
+    parameters = LopaFastDllmParams
+    own: LopaFastDllmParams
+    only: ClassVar[Only] = {"eos_last": ()}
 
     def plan(self) -> SequencePlan | None:
         plan = super().plan()
@@ -88,12 +153,26 @@ class LopaFastDllm(Lookaheads, FastDllm):
         return [*lookaheads, anchor]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LopaFastDllmV2Params(LookaheadParams, FastDllmV2Params):
+    """LoPA over Fast-dLLM v2."""
+
+
 class LopaFastDllmV2(Lookaheads, FastDllmV2):
     """One sequence under LoPA over Fast-dLLM v2.
 
     Lookahead branches fill positions of the anchor's sub-block. One that fills the last mask of its sub-block predicts,
     and is scored by, the next one; if it was the last mask of a block, by the first position of the next block.
     """
+
+    parameters = LopaFastDllmV2Params
+    own: LopaFastDllmV2Params
+    only: ClassVar[Only] = {"sub_block_cache": ()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LopaParallelParams(LookaheadParams, ParallelParams):
+    """LoPA over parallel decoding."""
 
 
 class LopaParallel(Lookaheads, Parallel):
@@ -102,3 +181,8 @@ class LopaParallel(Lookaheads, Parallel):
     Every branch computes prompt and canvas. It predicts, and is scored by, the first block in which it has masks; where
     its lookahead token was the last of a block, that is the next one.
     """
+
+    parameters = LopaParallelParams
+    own: LopaParallelParams
+    only: ClassVar[Only] = {"eos_last": ()}
+    computes_whole_branches = True

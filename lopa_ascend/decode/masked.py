@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from lopa_ascend.decode.block_pipeline import BlockPipeline
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.canvas import Parallel
-from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.strategy import Start, Strategy
 from lopa_ascend.types import Fill, RowPlan, SequencePlan
 
 
-class MaskedWindow(D2F):
+class MaskedWindow(BlockPipeline):
     """All blocks of the answer in one window."""
 
     def plan(self) -> SequencePlan | None:

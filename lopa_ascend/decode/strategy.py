@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.config.combinations import Rule
+from lopa_ascend.config.settings import settings
 from lopa_ascend.decode.acceptance import acceptance_rule
 from lopa_ascend.decode.blocks import Block, BlockState, Branch
 from lopa_ascend.decode.constraint import Constraint
@@ -58,15 +60,19 @@ class Start:
     """For a decoding that ``fills_gaps``: the canvas; None: masks alone."""
 
 
+Only = Mapping[str, tuple[object, ...] | None]
+"""By parameter: the values that a decoding takes of it beside the default; None: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoParams:
+    """The parameters of a decoding that has none of its own."""
+
+
 class Strategy(ABC):
     """One sequence and how it is decoded.
 
     Attributes:
-        like: for a decoding that is not built in: the name of the built-in decoding whose parameters it accepts.
-        parameters: for a decoding that is not built in: a frozen dataclass of further parameters, each of which is
-            declared as those of ``DecodingParams`` are. Requests set them by their names.
-        confidence: for a decoding that is not built in: the confidence that its passes report, whatever the parameter
-            ``confidence`` is, such as "neg_entropy"; None: the one that the request asks for.
         params: how the request is decoded.
         own: the values of ``parameters``.
         branches: of the next pass, in evaluation order: lookahead branches by rank, the anchor last.
@@ -85,13 +91,37 @@ class Strategy(ABC):
             the token of the position comes from. Empty unless the request asks for ``top_logprobs``.
     """
 
-    like: ClassVar[str]
-    parameters: ClassVar[type[Any] | None] = None
+    # What a decoding says about itself. A class inherits all of it.
+    description: ClassVar[str] = ""
+    """One clause for the help of ``decoding``."""
+    base: ClassVar[str] = ""
+    """The built-in decoding by whose rules positions are filled. "lopa" over it is named by it."""
+    parameters: ClassVar[type[Any]] = NoParams
+    """A frozen dataclass of its parameters beside the usual ones, declared as these are. Requests set them by name. It
+    inherits from that of the class that the decoding inherits from."""
+    only: ClassVar[Only] = {"num_branches": (0,)}
+    """Of the parameters that it takes with some values only. What a class says replaces what its parents say."""
+    rules: ClassVar[tuple[Rule, ...]] = tuple(
+        Rule(name, grammar, (None,))  # a grammar says where the answer ends
+        for grammar in ("structured_outputs", "max_thinking_tokens")
+        for name in ("ignore_eos", "finish_at_eos")
+    )
+    """Which of its parameters go together, beside what the parent classes say."""
+    told_apart_by: ClassVar[tuple[str, ...]] = ()
+    """Parameters that choose one of several classes of a decoding. Each class has its value as an attribute."""
     confidence: ClassVar[str | None] = None
+    """The confidence that its passes report, whatever the parameter of this name is; None: that of the request."""
+    default_branches: ClassVar[int] = 0
+    commits: ClassVar[bool] = False
+    """Whether a window of blocks moves over the canvas and commits keys and values behind it."""
+    computes_whole_branches: ClassVar[bool] = False
+    """Whether each lookahead branch computes prompt and canvas."""
     fills_gaps: ClassVar[bool] = False
     """Whether the decoding fills texts with gaps."""
     forces_first: ClassVar[bool] = True
     """Whether the first position of a block may be filled without a pass, where a grammar forces its token."""
+    has_graphs: ClassVar[bool] = False
+    """Whether compiled steps decode it. This is not inherited."""
     own: Any
     editing: NoEditing = NO_EDITING
     successor: Strategy | None = None
@@ -108,7 +138,7 @@ class Strategy(ABC):
         self.origin = properties.origin(len(prompt), params.block_size)
         self.limit = properties.limit(len(prompt), params.max_new_tokens, params.block_size)
         self._rule = acceptance_rule(params)
-        self.own = None if self.parameters is None else self.parameters(**dict(params.own))
+        self.own = self.parameters(**{name: getattr(params, name) for name in settings(self.parameters)})
         self.max_rows = 1 + params.lookaheads
         self.num_committed = start.num_committed
         self.num_forwards = 0
@@ -126,6 +156,22 @@ class Strategy(ABC):
         Raises:
             ParameterError: two of them contradict each other.
         """
+
+    @classmethod
+    def fits(cls, properties: ModelProperties) -> bool:
+        """Whether it decodes models of these properties."""
+        return True
+
+    @classmethod
+    def ranked_by(cls, params: DecodingParams) -> str:
+        """The confidence that a pass reports beside the probability."""
+        ranking: str = cls.confidence or params.confidence
+        return ranking
+
+    @classmethod
+    def draws(cls, params: DecodingParams) -> bool:
+        """Whether positions are drawn by the seed."""
+        return False
 
     @property
     def in_prefill(self) -> bool:

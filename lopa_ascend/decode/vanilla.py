@@ -16,9 +16,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.config.combinations import Rule
+from lopa_ascend.config.kinds import Choice, Integer, Number
+from lopa_ascend.config.settings import research
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.canvas import Canvas
+from lopa_ascend.decode.strategy import Only
 from lopa_ascend.types import Fill, RowPlan, RowResult, SequencePlan, StepRecord
 
 _BITS = 2**64 - 1
@@ -26,8 +33,55 @@ _GAMMA = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio."""
 
 
+ALGS = {"origin": "max_prob", "maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "neg_entropy"}
+"""Dream's names for the ways to choose positions, and the confidence of each."""
+MAX_STEPS = 8192
+"""Most steps. Those of "origin" that fill nothing are drawn all the same, while other requests wait."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VanillaParams:
+    """The schedule."""
+
+    steps: int | None = research(
+        None,
+        Integer(1, MAX_STEPS),
+        'steps of `decoding` "vanilla", each of which fills its share of the canvas',
+        default_text="as many as the canvas has positions",
+    )
+    alg: str = research(
+        "entropy",
+        Choice(tuple(ALGS)),
+        'which positions a step of `decoding` "vanilla" fills: "origin": random ones; the others: the best by the '
+        "probability of the predicted token, by its margin over the second, or by the negative entropy",
+    )
+    alg_temp: float = research(
+        0.0, Number(0, 1000), "above 0: `alg` draws positions in proportion to exp(confidence / alg_temp)", group=None
+    )
+
+
 class Vanilla(Canvas):
     """One sequence under Dream's decoding."""
+
+    description = "Dream's own, a fixed number of steps over the whole canvas"
+    base = "vanilla"
+    parameters = VanillaParams
+    own: VanillaParams
+    only: ClassVar[Only] = {
+        "structured_outputs": (),  # any order of positions would leave no prefix to follow
+        "max_thinking_tokens": (),
+    }
+    rules = (Rule("alg_temp", "alg", tuple(alg for alg in ALGS if alg != "origin")),)  # which ranks nothing
+
+    @classmethod
+    def ranked_by(cls, params: DecodingParams) -> str:
+        """The confidence that ``alg`` ranks positions by."""
+        return ALGS[params.alg]
+
+    @classmethod
+    def draws(cls, params: DecodingParams) -> bool:
+        drawn: bool = params.alg == "origin" or params.alg_temp > 0
+        return drawn
 
     num_steps_made = 0
     """Steps of the schedule before the next pass."""
@@ -35,7 +89,7 @@ class Vanilla(Canvas):
     @property
     def num_steps(self) -> int:
         """Steps of the schedule."""
-        return self.params.steps or self.gap_length
+        return self.own.steps or self.gap_length
 
     @property
     def num_counted(self) -> int:
@@ -44,7 +98,7 @@ class Vanilla(Canvas):
     @property
     def step(self) -> int:
         """The step of the schedule that the next pass makes: the next one that fills something."""
-        if self.params.alg != "origin":
+        if self.own.alg != "origin":
             return max(self.num_steps_made, self._first_that_fills())
         return next(step for step in range(self.num_steps_made, self.num_steps) if self._wanted(self.anchor, step))
 
@@ -63,7 +117,7 @@ class Vanilla(Canvas):
     def _wanted(self, branch: Branch, step: int) -> list[int]:
         """The positions whose predictions a step needs; none if it fills nothing."""
         masked = branch.masked_positions(self.mask)
-        if self.params.alg != "origin" or step == self.num_steps - 1:
+        if self.own.alg != "origin" or step == self.num_steps - 1:
             return masked
         share = 999 / (1000 * self.num_steps - 999 * step)
         return [position for position in masked if self._uniform(position, step) < share]
@@ -82,7 +136,7 @@ class Vanilla(Canvas):
         return record
 
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
-        if self.params.alg == "origin":
+        if self.own.alg == "origin":
             return predicted, 0
         step = self.step
         ranked = sorted(predicted, key=lambda fill: (-self._rank(fill, step), fill.position))
@@ -91,9 +145,9 @@ class Vanilla(Canvas):
     def _rank(self, fill: Fill, step: int) -> float:
         """The confidence. With ``alg_temp`` Gumbel noise is added to confidence / T, so that taking the highest ranks
         draws positions without replacement."""
-        if not self.params.alg_temp:
+        if not self.own.alg_temp:
             return fill.confidence
-        return fill.confidence / self.params.alg_temp - math.log(-math.log(self._uniform(fill.position, step)))
+        return fill.confidence / self.own.alg_temp - math.log(-math.log(self._uniform(fill.position, step)))
 
     def _uniform(self, position: int, step: int) -> float:
         """A number between 0 and 1, drawn for a position in a step.

@@ -36,7 +36,7 @@ class DraftingLopa(Lopa):
         Positions of fully activated blocks have the first ranks: in these blocks D2F fills something in every pass;
         under a grammar the first masked position, which it fills in every pass."""
         first = self.grammar.must_fill(anchor)
-        if self.params.lookahead_depth == 1 and first is None:
+        if self.own.lookahead_depth == 1 and first is None:
             return super().spawn(anchor, open_positions)
         activated = [range(block.start, block.end) for block in self.open(anchor).blocks if block.activated]
 
@@ -45,7 +45,7 @@ class DraftingLopa(Lopa):
             return fill.position != first, not is_in_activated, -fill.confidence, fill.position
 
         ranked = sorted(open_positions, key=place_in_ranking)
-        shapes = draft_ranks(min(len(ranked), self.num_wanted), self.params.lookahead_depth, self.num_wanted)
+        shapes = draft_ranks(min(len(ranked), self.num_wanted), self.own.lookahead_depth, self.num_wanted)
         return self.branches_with(anchor, [[ranked[rank] for rank in shape] for shape in shapes])
 
     def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
@@ -86,6 +86,9 @@ class VerifiedLopa(DraftingLopa):
     another order than by D2F, so the answer may differ from D2F's.
     """
 
+    branch_acceptance = "verified"
+    has_graphs = True
+
     def _confirmed_winner(self, predicted: Sequence[list[Fill]], scores: Sequence[Fraction]) -> tuple[int, Confirmed]:
         own = [{_place(fill) for fill in branch.own_fills} for branch in self.branches]
         anchor = len(self.branches) - 1
@@ -117,6 +120,9 @@ class ExactLopa(DraftingLopa):
     would be others. Without one, D2F's next pass is the same computation on the same cached keys and values, to the
     last bit, also with penalties and banned words.
     """
+
+    branch_acceptance = "exact"
+    has_graphs = True
 
     def _confirmed_winner(self, predicted: Sequence[list[Fill]], scores: Sequence[Fraction]) -> tuple[int, Confirmed]:
         winner = len(self.branches) - 1

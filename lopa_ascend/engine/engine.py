@@ -32,7 +32,7 @@ from lopa_ascend.decode.thinking import ThinkingMatcher
 from lopa_ascend.engine.commands import Abort, Admit, Generate, StartProfile, StopProfile
 from lopa_ascend.engine.leader import Leader, Order, end_processes
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
-from lopa_ascend.engine.profile import Profiles, Traces
+from lopa_ascend.engine.profile import Profiles, RankTraces
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.graph.setup import build_executor
 from lopa_ascend.kv.pages import PageTables
@@ -351,7 +351,7 @@ class Engine:
             if self._leader is not None:
                 self._leader.outbox.append(asked)
 
-    def stop_profile(self) -> list[Traces]:
+    def stop_profile(self) -> list[RankTraces]:
         """Ends the profile that was started last; returns what each rank has written.
 
         Raises:

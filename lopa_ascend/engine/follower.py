@@ -17,7 +17,7 @@ import msgspec
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, exit_when_stdin_closes, exit_with_parent
-from lopa_ascend.standard_streams import open_closed_streams, write_as_possible
+from lopa_ascend.process.standard_streams import open_closed_streams, write_as_possible
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import torch
 from lopa_ascend.engine.commands import Command
 from lopa_ascend.parallel.collectives import Group, RankError
 from lopa_ascend.parallel.launch import kill_running
-from lopa_ascend.scratch import remove_abandoned
+from lopa_ascend.process.scratch import remove_abandoned
 
 HEARTBEAT = 1.0
 """Seconds between two messages of rank 0 while there is nothing to do."""

@@ -220,7 +220,7 @@ class PlainSource(ModelSource):
         return sum(tensor.nbytes for tensor in self._module.state_dict().values())
 
     def load(self, ops: Ops, tp: Group, num_positions: int) -> Model:
-        from lopa_ascend.graph.fusion.model import fuse_model  # imports sympy as well
+        from lopa_ascend.graph.fusion.fused_model import fuse_model  # imports sympy as well
 
         options = self._options
         dtypes = {name: tensor.dtype for name, tensor in self._module.state_dict().items()}

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from lopa_ascend.backend import load_profiler
-from lopa_ascend.backend.interface import Profile
+from lopa_ascend.backend.interface import RunningProfile
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.commands import PROFILE_NAME, ProfileError, StartProfile
 from lopa_ascend.parallel.mesh import Mesh
@@ -27,7 +27,7 @@ WARM_UP = 1
 """Steps between those that are left out and those that are recorded."""
 
 
-class Traces(msgspec.Struct, frozen=True):
+class RankTraces(msgspec.Struct, frozen=True):
     """What a rank has recorded."""
 
     files: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class Profiles:
         """The latest profile, until ``stop`` has told of it."""
         self._steps_left = 0
         """Of the profile, with those that are left out."""
-        self._profile: Profile | None = None
+        self._profile: RunningProfile | None = None
         """That of this rank, while it records."""
         self._failure: str | None = None
         self._numbers = itertools.count()
@@ -131,7 +131,7 @@ class Profiles:
         if self._asked is None:
             raise ProfileError("no profile runs")
 
-    def stop(self) -> list[Traces]:
+    def stop(self) -> list[RankTraces]:
         """Ends the profile; returns what every rank has recorded, by rank, as soon as all have written it. Every rank
         must call it."""
         asked, self._asked = self._asked, None
@@ -140,7 +140,7 @@ class Profiles:
         if self._steps_left:
             self._end()
         found = (self._folder / asked.name).glob(f"rank{self._mesh.rank}[._]*")
-        own = Traces(tuple(sorted(str(path.relative_to(self._folder)) for path in found)), self._failure)
+        own = RankTraces(tuple(sorted(str(path.relative_to(self._folder)) for path in found)), self._failure)
         # Not by a collective: while others wait, a rank may take longer to write than a collective may take.
         texts = self._mesh.all_gather_text(f"profile {next(self._numbers)}", msgspec.json.encode(own).decode())
-        return [msgspec.json.decode(text, type=Traces) for text in texts]
+        return [msgspec.json.decode(text, type=RankTraces) for text in texts]

@@ -6,7 +6,7 @@ Shapes are declared in ``tensors.py`` and ``policy/rows.py``; letters for dimens
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -79,7 +79,7 @@ def empty_states(num_seats: int, shape: Bucket) -> Tensor:
 
 
 def write_params(
-    params: RequestParams, seat: int, request: DecodingParams, ends: List[int], num_given: int = 0
+    params: RequestParams, seat: int, request: DecodingParams, ends: Sequence[int], num_given: int = 0
 ) -> None:
     """Writes a request's parameters into a seat.
 
@@ -136,7 +136,7 @@ def packed_state(strategy: Strategy, window_start: int, filler: int, shape: Buck
 class _WindowCells:
     """The cells of every sequence's window in a step, int64 [S, W, L] unless stated otherwise."""
 
-    def __init__(self, views: List[HostView], bucket: Bucket) -> None:
+    def __init__(self, views: Sequence[HostView], bucket: Bucket) -> None:
         columns: list[Tensor] = list(torch.tensor(views).t()[..., None, None])  # [S, 1, 1] each
         (self.seat, self.origin, self.block_size, self.num_positions, self.start, self.last_start,
          self.last_blocks, self.max_opened_blocks, self.num_shared_pages, self.filler) = columns  # fmt: skip
@@ -157,7 +157,7 @@ class _WindowCells:
 def write_inputs(
     inputs: StepInputs,
     bucket: Bucket,
-    views: List[HostView],
+    views: Sequence[HostView],
     page_tables: Tensor,
     params: RequestParams,
     first_padding_position: int,
@@ -268,6 +268,6 @@ def _cells_before(bucket: Bucket, window: _WindowCells) -> Tensor:
     return torch.where(offset > 0, before_in_block, last_of_previous_block).view(S, 1, -1).clamp_min(0)
 
 
-def _copy(targets: List[Tensor], values: List[Tensor]) -> None:
+def _copy(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for target, value in zip(targets, values, strict=True):
         target.copy_(value.reshape(target.shape))

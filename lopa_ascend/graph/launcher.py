@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,7 +84,7 @@ class Launcher:
             self._run = compiler.compile(self._step, self.bucket.name, self._tensors, few)
         compiler.try_out(self._run, self.bucket.name, (few, most))
 
-    def launch(self, sequences: List[Sequence], views: List[HostView], probe: Probe) -> Callable[[], Tensor]:
+    def launch(self, sequences: list[Sequence], views: list[HostView], probe: Probe) -> Callable[[], Tensor]:
         """Starts one step of some sequences.
 
         Returns:
@@ -98,7 +97,7 @@ class Launcher:
             kv_lengths = self._write(sequences, views)
         return self._step.model.ops.read_later(self._run(kv_lengths))
 
-    def _write(self, sequences: List[Sequence], views: List[HostView]) -> list[int]:
+    def _write(self, sequences: list[Sequence], views: list[HostView]) -> list[int]:
         """Writes the inputs to the device, unless it has them from the last launch; returns the KV length of each
         attention entry."""
         tables = tuple(tuple(map(tuple, sequence.page_tables.by_slot)) for sequence in sequences)
@@ -113,9 +112,9 @@ class Launcher:
 
     def _write_anew(
         self,
-        views: List[HostView],
-        tables: List[List[List[int]]],
-        branch_ends: List[List[int]],
+        views: list[HostView],
+        tables: tuple[tuple[tuple[int, ...], ...], ...],
+        branch_ends: tuple[tuple[int, ...], ...],
     ) -> list[int]:
         """Writes the inputs to the device; returns the KV length of each attention entry.
 
@@ -142,7 +141,7 @@ class Launcher:
         self._memory.copy_(on_host, non_blocking=True)
         return self._kv_lengths(block_ends, branch_ends)
 
-    def _kv_lengths(self, block_ends: Tensor, branch_ends: List[List[int]]) -> list[int]:
+    def _kv_lengths(self, block_ends: Tensor, branch_ends: tuple[tuple[int, ...], ...]) -> list[int]:
         """The KV length of each attention entry.
 
         Args:

@@ -18,7 +18,7 @@ from lopa_ascend.kv.pages import PAGE_SIZE, pages_for, slots_for
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.base import Model
 from lopa_ascend.parallel.collectives import Group
-from lopa_ascend.progress import progress
+from lopa_ascend.process.progress import progress
 from lopa_ascend.score.greedy import GreedyScore
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from lopa_ascend.parallel.launch import follower_command, rank_in_environment
+from lopa_ascend.process.standard_streams import open_closed_streams, write_as_possible
 from lopa_ascend.serve.cli import API_KEY, parse_args
 from lopa_ascend.serve.config import ServeConfig
-from lopa_ascend.standard_streams import open_closed_streams, write_as_possible
 
 
 def _exit_at_once(*_: object) -> None:

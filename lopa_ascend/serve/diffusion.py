@@ -18,7 +18,7 @@ from lopa_ascend.serve.openai.answer import CompletionWriter, LopaStats, Usage
 from lopa_ascend.serve.openai.chat import ChatRequest
 from lopa_ascend.serve.openai.completions import CompletionRequest, prompt_schema
 from lopa_ascend.serve.openai.request import Planner
-from lopa_ascend.text.trace import PassEvents
+from lopa_ascend.text.pass_events import PassEvents
 from lopa_ascend.types import Progress, Update
 
 LINES = "application/jsonl"

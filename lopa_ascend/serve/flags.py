@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from lopa_ascend.config import DecodingParams, EngineConfig
@@ -25,7 +25,6 @@ class Flag:
     """The dataclass whose field the flag sets."""
     field: str
     setting: Setting
-    default: Any
 
     def parse(self, text: str) -> Any:
         """The value that a text stands for. EngineConfig and DecodingParams check numbers and lists themselves.
@@ -52,13 +51,13 @@ class Flag:
     def _shown_default(self) -> str | None:
         if self.setting.default_text is not None:
             return self.setting.default_text
-        if self.default in (None, ""):
+        if self.setting.default in (None, ""):
             return None
         if isinstance(self.setting.kind, Bytes):
-            return exact_size(self.default)
-        if isinstance(self.default, bool):
-            return "on" if self.default else "off"
-        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+            return exact_size(self.setting.default)
+        if isinstance(self.setting.default, bool):
+            return "on" if self.setting.default else "off"
+        return f"{self.setting.default:g}" if isinstance(self.setting.default, float) else str(self.setting.default)
 
 
 def option(name: str) -> str:
@@ -66,19 +65,18 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _flags(owner: type[Any]) -> dict[str, Flag]:
-    defaults = {f.name: f.default for f in fields(owner)}
+def _flags(owner: type[Any], declared: Mapping[str, Setting]) -> dict[str, Flag]:
     flags = {}
-    for field, setting in settings(owner).items():
+    for field, setting in declared.items():
         if setting.group is not None:
             name = setting.flag or field
-            flags[name] = Flag(name, owner, field, setting, defaults[field])
+            flags[name] = Flag(name, owner, field, setting)
     return flags
 
 
-ENGINE_FLAGS = _flags(EngineConfig)
-SERVE_FLAGS = _flags(ServeConfig)
-DECODING_FLAGS = _flags(DecodingParams)
+ENGINE_FLAGS = _flags(EngineConfig, settings(EngineConfig))
+SERVE_FLAGS = _flags(ServeConfig, settings(ServeConfig))
+DECODING_FLAGS = _flags(DecodingParams, DecodingParams.parameters())
 FLAGS = {**ENGINE_FLAGS, **SERVE_FLAGS, **DECODING_FLAGS}
 
 USUAL = frozenset((

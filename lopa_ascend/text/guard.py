@@ -31,9 +31,9 @@ from typing import Any
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from lopa_ascend.config import ParameterError
+from lopa_ascend.process.thread_turns import aside
 from lopa_ascend.text.grammars import STACK, faults, num_workers, source_of, suspects
 from lopa_ascend.text.tokenizer import Tokenizer
-from lopa_ascend.turns import aside
 from lopa_ascend.types import Grammar
 
 TIME = 2.0

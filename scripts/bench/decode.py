@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lopa_ascend.config import (
-    WINDOW_ATTENTIONS,
     ConfigError,
     DecodingParams,
     EngineConfig,
@@ -44,6 +43,7 @@ from lopa_ascend.config import (
 )
 from lopa_ascend.config.combinations import fitting_defaults
 from lopa_ascend.config.settings import refuse_unknown, settings
+from lopa_ascend.decode.block_pipeline import WINDOW_ATTENTIONS
 from lopa_ascend.demo import DEMO_MODEL
 from scripts.arguments import number_from
 from scripts.bench.machine import describe_machine

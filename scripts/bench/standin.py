@@ -22,9 +22,9 @@ from lopa_ascend.engine.commands import Abort, Generate
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.link.messages import FromEngine, Ready, Stepped, ToEngine
 from lopa_ascend.serve.link.spawn import EngineProcess
-from lopa_ascend.serve.replicas import app, engine
-from lopa_ascend.serve.replicas.engine import Replica
-from lopa_ascend.serve.replicas.placement import Placement
+from lopa_ascend.serve.replicas import app, replica
+from lopa_ascend.serve.replicas.placement import ReplicaPlacement
+from lopa_ascend.serve.replicas.replica import Replica
 from lopa_ascend.types import EngineStats, Update
 
 STEP, TOKENS = 0.036, 10
@@ -117,8 +117,8 @@ class PacedEngine(EngineProcess):
 class StandIn(Replica):
     """A replica with such an engine."""
 
-    async def __init__(self, config: ServeConfig, placement: Placement):  # type: ignore[misc]  # Serve awaits it
-        with patch.object(engine, "EngineProcess", PacedEngine):
+    async def __init__(self, config: ServeConfig, placement: ReplicaPlacement):  # type: ignore[misc]  # Serve awaits it
+        with patch.object(replica, "EngineProcess", PacedEngine):
             await super().__init__(config, placement)
 
 

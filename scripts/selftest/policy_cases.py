@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.config.parameters import BRANCH_ACCEPTANCES
+from lopa_ascend.config.decodings import values_of
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.blocks import Block, Branch
 from lopa_ascend.decode.strategy import Start, Strategy
@@ -53,7 +53,7 @@ def policy_cases(ops: Ops) -> Iterator[Case]:
     """The policy by each rule for the winner, with some inputs op by op, and with others in a replayed graph."""
     constants = make_constants(BUCKET, BUCKET.sequences * BUCKET.slots * BUCKET.pages * PAGE_SIZE)
     npu_constants = Constants(*(x.to(ops.device) for x in constants))
-    for branch_acceptance in BRANCH_ACCEPTANCES:
+    for branch_acceptance in values_of("branch_acceptance"):
         name = f"{CAPTURED} steps' policy, {branch_acceptance}"
         given, later = random_inputs(), random_inputs()
         npu_given, npu_later = ([x.to(ops.device) for x in inputs] for inputs in (given, later))

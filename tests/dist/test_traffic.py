@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ def recorded(tp: int, bp: int) -> list[list[Step]]:
     )
     windows = ("block_causal", "full", "block_causal", "full")
     requests = [
-        (prompt, replace(REQUEST, window_attention=window))
+        (prompt, REQUEST.changed(window_attention=window))
         for prompt, window in zip(prompts(DEMO_MODEL, len(windows)), windows, strict=True)
     ]
     ranks: list[list[Step]] = run(TrafficJob(config, requests), list[Step])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lopa_ascend import DecodingParams
 from lopa_ascend.engine.engine import Engine
-from lopa_ascend.text.output import OutputStream
+from lopa_ascend.text.output_stream import OutputStream
 from lopa_ascend.types import GenerationOutput
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def engine(path: str) -> Engine:
 def test_exact_tokens_are_those_of_d2f_at_any_load(path: str) -> None:
     asked = auto_requests(1, 8, branch_acceptance="exact")
     d2f = [
-        (prompt, replace(params, decoding="d2f", num_branches=0, branch_acceptance="published"))
+        (prompt, params.changed(decoding="d2f", num_branches=0, branch_acceptance="published"))
         for prompt, params in asked
     ]
     plain = engine(path)
@@ -80,7 +79,7 @@ def test_drafts_are_made_while_at_most_two_requests_run(path: str, count: int, h
 
 def test_a_published_request_does_not_notice_its_neighbours(path: str) -> None:
     own_state = auto_requests(2, 5)
-    whole = [replace(params, base="parallel", window_attention="full") for _, params in auto_requests(3, 3)]
+    whole = [params.changed(base="parallel", window_attention="full") for _, params in auto_requests(3, 3)]
     own_state += [([5, 6, 7], params) for params in whole]
     by_load = auto_requests(4, 4, branch_acceptance="verified")
     alone = [decisions(run(engine(path), [one])[0]) for one in own_state]

@@ -14,7 +14,7 @@ import pytest
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.engine.engine import Engine
-from lopa_ascend.text.output import OutputStream
+from lopa_ascend.text.output_stream import OutputStream
 from tests.e2e.batching import decisions, run
 from tests.tiers import slow_but
 from tests.tiny import write_dream, write_tokenizer
@@ -109,7 +109,7 @@ def test_with_full_attention_the_first_blocks_length_is_part_of_the_key(path: st
     run(engine, [([5, 6, 7], params)])
     assert run(engine, [([5, 6, 7], replace(params, max_new_tokens=24))])[0].cached_tokens == 3
     assert run(engine, [([5, 6, 7], replace(params, block_size=4))])[0].cached_tokens == 0
-    assert run(engine, [([5, 6, 7], replace(params, window_attention="block_causal"))])[0].cached_tokens == 0
+    assert run(engine, [([5, 6, 7], params.changed(window_attention="block_causal"))])[0].cached_tokens == 0
 
 
 def test_the_cache_gives_way_to_requests(path: str) -> None:

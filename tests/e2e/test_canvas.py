@@ -122,7 +122,7 @@ def test_fast_dllm_is_that_of_the_definition(seed: int, block_cache: str, tmp_pa
     rng = random.Random(seed)
     random_model(tmp_path, rng, seed)
     prompt, params = random_prompt(rng), random_params(rng, "fast_dllm")
-    check(tmp_path, prompt, replace(params, block_cache=block_cache), FastDllmReference)
+    check(tmp_path, prompt, params.changed(block_cache=block_cache), FastDllmReference)
 
 
 @pytest.mark.parametrize("seed", slow_but(range(400, 424), (401, 405, 412, 420)))
@@ -130,8 +130,7 @@ def test_lopa_over_parallel_decoding_is_that_of_the_definition(seed: int, tmp_pa
     rng = random.Random(seed)
     random_model(tmp_path, rng, seed)
     prompt, params = random_prompt(rng), random_params(rng, "parallel")
-    lopa = replace(
-        params,
+    lopa = params.changed(
         decoding="lopa",
         base="parallel",
         num_branches=rng.choice([1, 2, 5]),
@@ -147,8 +146,7 @@ def test_lopa_over_fast_dllm_is_that_of_the_definition(seed: int, block_cache: s
     rng = random.Random(seed)
     random_model(tmp_path, rng, seed)
     prompt, params = random_prompt(rng), random_params(rng, "parallel")
-    lopa = replace(
-        params,
+    lopa = params.changed(
         decoding="lopa",
         base="fast_dllm",
         block_cache=block_cache,

@@ -13,7 +13,7 @@ import torch
 from examples.near_first.near_first import NearFirst
 from lopa_ascend import LLM, DecodingParams, register_decoding
 from lopa_ascend.backend.compiler import Eager
-from lopa_ascend.config import DECODINGS, EngineConfig, GraphParams, ParameterError, decodings
+from lopa_ascend.config import EngineConfig, GraphParams, ParameterError, decodings
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.graph import executor as graph_executor
 from lopa_ascend.graph import setup
@@ -110,7 +110,7 @@ def test_what_accepts_otherwise_runs_eagerly_and_is_counted(path: str) -> None:
 
 def test_what_only_decode_defines_runs_eagerly_and_is_counted(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among requests that run in graphs, with the tokens of an eager engine."""
-    monkeypatch.setattr(decodings, "_registered", {})
+    monkeypatch.setattr(decodings, "_registered", dict(decodings._registered))
     register_decoding("near_first", NearFirst)
     plain = DecodingParams(block_size=8, max_new_tokens=32, tau_conf=0.5, ignore_eos=True, num_branches=5)
     changes: dict[str, list[dict[str, Any]]] = {
@@ -140,7 +140,9 @@ def test_what_only_decode_defines_runs_eagerly_and_is_counted(path: str, monkeyp
 def test_whole_canvases_run_eagerly_and_are_counted(path: str) -> None:
     fields: dict[str, Any] = {"block_size": 8, "max_new_tokens": 32, "tau_conf": 0.5, "ignore_eos": True}
     asked = [
-        ([5, 3, 8], DecodingParams(decoding=decoding, **fields)) for decoding in DECODINGS if decoding != "fast_dllm_v2"
+        ([5, 3, 8], DecodingParams(decoding=decoding, **fields))
+        for decoding in decodings.built_in_decodings()
+        if decoding != "fast_dllm_v2"
     ]
     asked.append(([5, 3, 8], DecodingParams(base="parallel", **fields)))
     expected = run(engine(path, graph_mode="eager"), asked)

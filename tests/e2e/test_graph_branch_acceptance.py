@@ -132,7 +132,7 @@ def test_what_graphs_of_another_kind_decode_runs_eagerly_and_is_counted(path: st
 def test_d2f_has_no_branches_to_accept_and_runs_in_graphs_of_every_kind(path: str, branch_acceptance: str) -> None:
     served = one_at_a_time(engine(path, graph_params=compiled_for(branch_acceptance)))
     params = DecodingParams(**FIELDS | {"num_branches": 0}, decoding="d2f")
-    asked = [([5, 3, 8], params), ([5, 3, 8], replace(params, decoding="lopa", branch_acceptance="exact"))]
+    asked = [([5, 3, 8], params), ([5, 3, 8], params.changed(decoding="lopa", branch_acceptance="exact"))]
     d2f, exact = run(served, asked)
     stats = served.stats().graphs
     assert stats is not None
@@ -145,7 +145,7 @@ def test_exact_with_auto_has_as_many_branches_as_graphs_have_room_for(path: str,
     auto = DecodingParams(**FIELDS | {"num_branches": "auto"}, branch_acceptance="exact")
     fixed = replace(auto, num_branches=min(3, room))
     served = engine(path, graph_params=replace(compiled_for("exact"), num_branches=room))
-    d2f = replace(fixed, decoding="d2f", num_branches=0, branch_acceptance="published")
+    d2f = fixed.changed(decoding="d2f", num_branches=0, branch_acceptance="published")
     outputs = run(served, [([5, 3, 8], auto), ([5, 3, 8], fixed), ([5, 3, 8], d2f)])
     assert shown(outputs[0]) == shown(outputs[1])
     assert outputs[0].token_ids == outputs[2].token_ids
@@ -157,7 +157,7 @@ def test_exact_with_auto_has_as_many_branches_as_graphs_have_room_for(path: str,
 
 def test_auto_runs_eagerly_where_its_tokens_depend_on_the_number_of_branches(path: str) -> None:
     verified = DecodingParams(**FIELDS | {"num_branches": "auto"}, branch_acceptance="verified")
-    sampled = replace(verified, branch_acceptance="exact", repetition_penalty=1.5)
+    sampled = verified.changed(branch_acceptance="exact", repetition_penalty=1.5)
     for params, reason in ((verified, "num_branches"), (sampled, "repetition_penalty")):
         served = engine(path, graph_params=compiled_for(params.branch_acceptance))
         run(served, [([5, 3, 8], params)])

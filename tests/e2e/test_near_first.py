@@ -17,7 +17,7 @@ from tests.tiny import write_dream
 
 
 def test_its_rows_are_batched_with_those_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decodings, "_registered", {})
+    monkeypatch.setattr(decodings, "_registered", dict(decodings._registered))
     register_decoding("near_first", NearFirst)
     path = write_dream(tmp_path, eos_token_id=batching.EOS, hidden=64, heads=4, kv_heads=2)
     engine = Engine(EngineConfig(model=str(path), enable_prefix_caching=False))

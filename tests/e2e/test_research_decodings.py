@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +165,7 @@ class Pivot(reference.Reference):
 
 def random_request(rng: random.Random, decoding: str, **changes: Any) -> tuple[list[int], DecodingParams]:
     prompt = [rng.randrange(30) for _ in range(rng.choice([1, 5, 40, 127]))]
-    return prompt, replace(random_params(rng), branch_score="mean", decoding=decoding, eos_token_id=EOS, **changes)
+    return prompt, random_params(rng).changed(branch_score="mean", decoding=decoding, eos_token_id=EOS, **changes)
 
 
 def compare(folder: Path, seed: int, definition: type[reference.Reference], request: Any, vocab_size: int = 60) -> None:

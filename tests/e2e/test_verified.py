@@ -23,7 +23,7 @@ def random_request(rng: random.Random) -> tuple[list[int], DecodingParams]:
     """A prompt and parameters with branches."""
     prompt = [rng.randrange(30) for _ in range(rng.choice([1, 5, 40, 127]))]
     settings = replace(random_params(rng), decoding="lopa", num_branches=rng.choice([2, 4, 7]), eos_token_id=3)
-    return prompt, replace(settings, finish_at_eos=rng.random() < 0.5, branch_acceptance="exact")
+    return prompt, settings.changed(finish_at_eos=rng.random() < 0.5, branch_acceptance="exact")
 
 
 def extras(rng: random.Random) -> dict[str, Any]:
@@ -48,9 +48,9 @@ def test_exact_is_d2f_to_the_last_bit(seed: int, tmp_path: Path) -> None:
     requests = [random_request(rng) for _ in range(6)]
     requests = [(prompt, replace(params, **extras(rng), top_logprobs=2)) for prompt, params in requests]
     for index, (prompt, settings) in enumerate(requests):
-        params = replace(settings, lookahead_depth=(1, 2, 8)[index % 3])
+        params = settings.changed(lookahead_depth=(1, 2, 8)[index % 3])
         exact = llm.generate([prompt], params, quiet=True)[0]
-        alone = replace(params, decoding="d2f", num_branches=0, branch_acceptance="published", lookahead_depth=1)
+        alone = params.changed(decoding="d2f", num_branches=0, branch_acceptance="published", lookahead_depth=1)
         d2f = llm.generate([prompt], alone, quiet=True)[0]
         assert exact.token_ids == d2f.token_ids
         assert exact.max_probs == d2f.max_probs
@@ -85,7 +85,7 @@ def test_verified_is_its_plain_definition(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     llm = random_model(tmp_path, seed)
     prompt, params = random_request(rng)
-    params = replace(params, branch_acceptance="verified", finish_at_eos=False, creation_weight=0.0)
+    params = params.changed(branch_acceptance="verified", finish_at_eos=False, creation_weight=0.0)
     output = llm.generate([prompt], params, trace=True, quiet=True)[0]
     expected = Verified(reference.load(tmp_path), prompt, params, llm.config.mask_token_id, {3}).run()
     if expected.margin < 1e-5:

@@ -19,7 +19,7 @@ from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.checkpoint import CheckpointError
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.models import open_model
-from lopa_ascend.graph.fusion.model import FusedModel, fuse_model
+from lopa_ascend.graph.fusion.fused_model import FusedModel, fuse_model
 from lopa_ascend.graph.fusion.trace import trace
 from lopa_ascend.model.plain import Attend, build_module
 from tests.plain_dream import OPS, as_plain, hidden_states, kept_traces, load, registered, tail

@@ -11,7 +11,7 @@ from torch import Tensor
 from examples.plain_dream.plain_dream import PlainDream
 from lopa_ascend.backend.interface import Entries, Ops
 from lopa_ascend.config import ModelConfig
-from lopa_ascend.graph.fusion.model import FusedModel, fuse_model
+from lopa_ascend.graph.fusion.fused_model import FusedModel, fuse_model
 from lopa_ascend.graph.fusion.trace import trace
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs

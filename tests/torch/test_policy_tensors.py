@@ -155,8 +155,8 @@ def test_exact_with_auto_gets_the_branches_that_there_is_room_for() -> None:
     small = shape._replace(branches=3, slots=3)
     assert support.with_fixed_branches(auto, 2, small, exact).num_branches == 2
     unchanged = [
-        (replace(auto, branch_acceptance="verified"), exact, shape),
-        (replace(auto, branch_acceptance="verified"), GraphParams(branch_acceptance="verified"), shape),
+        (auto.changed(branch_acceptance="verified"), exact, shape),
+        (auto.changed(branch_acceptance="verified"), GraphParams(branch_acceptance="verified"), shape),
         (auto, GraphParams(), shape),
         (auto, exact, shape._replace(branches=1, slots=1)),
         (replace(auto, tau_add=0.0), exact, shape),

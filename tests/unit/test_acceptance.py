@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.config.parameters import ACCEPTANCES
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.acceptance import RULES, acceptance_rule
+from lopa_ascend.decode.acceptance import ACCEPTANCES, RULES, acceptance_rule
 from lopa_ascend.decode.strategy import Start
 from lopa_ascend.types import Fill, RowResult
 

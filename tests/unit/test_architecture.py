@@ -3,8 +3,10 @@
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -40,7 +42,7 @@ def test_layers_are_as_designed():
         {"backend", "checkpoint", "text", "decode"},
         {"config"},
         {"kv"},
-        {"types", "demo", "probe", "progress", "scratch", "standard_streams", "turns"},
+        {"types", "demo", "probe", "process"},
     ]
 
 
@@ -82,6 +84,12 @@ def test_pure_modules_do_not_import_torch(module: str):
     heavy = {"torch", "torch_npu", "transformers", "numpy"}
     result = python(f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))")
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
+
+
+def test_no_class_name_stands_for_two_things():
+    texts = [file.read_text("utf-8") for file in (ROOT / "lopa_ascend").rglob("*.py")]
+    counts = Counter(name for text in texts for name in re.findall(r"^class (\w+)", text, flags=re.M))
+    assert {name for name, count in counts.items() if count > 1} <= {"Form"}
 
 
 @pytest.mark.parametrize("name", ["graph", "parallel"])

@@ -20,7 +20,7 @@ from lopa_ascend.serve.openai.answer import CompletionWriter, Details, Form
 from lopa_ascend.serve.openai.chat import CHAT
 from lopa_ascend.serve.openai.completions import COMPLETION
 from lopa_ascend.serve.openai.logprobs import LOWEST, TokenProbs, escaped
-from lopa_ascend.text.output import OutputStream
+from lopa_ascend.text.output_stream import OutputStream
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import load_tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Update

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import json
 import weakref
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -78,11 +78,11 @@ def test_the_engine_gets_no_stop_strings():
 
 def test_choices_are_planned_and_submitted_without_checking_the_parameters_of_each(monkeypatch: pytest.MonkeyPatch):
     """A thousand checks would keep the event loop for most of a second."""
-    checks: list[DecodingParams] = []
+    checks: list[Mapping[str, Any]] = []
 
-    def check(params: DecodingParams) -> None:
-        checks.append(params)
-        check_combinations(params)
+    def check(strategy: type[Any], given: Mapping[str, Any]) -> None:
+        checks.append(given)
+        check_combinations(strategy, given)
 
     monkeypatch.setattr(decoding, "check_combinations", check)
     planner = Planner(Prompts(tiny_tokenizer(), 320, 319, "m"), LIMITS, {})

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.branch_scores import SCALE, branch_score, fixed_point
+from lopa_ascend.decode.branch_scores import SCALE, ScoreParams, branch_score, fixed_point
 from lopa_ascend.decode.strategy import Start
 from lopa_ascend.types import RowResult
 
@@ -18,31 +18,31 @@ confidences = st.lists(st.floats(-12, 1, width=32), min_size=1, max_size=40)
 
 @given(confidences)
 def test_mean(values: list[float]) -> None:
-    assert branch_score(values, DecodingParams()) == (sum(map(fixed_point, values)), len(values))
+    assert branch_score(values, ScoreParams()) == (sum(map(fixed_point, values)), len(values))
 
 
 @given(confidences, st.floats(0, 1))
 def test_tail_is_the_mean_of_the_least_confident(values: list[float], fraction: float) -> None:
-    total, count = branch_score(values, DecodingParams(branch_score="tail", tail_fraction=fraction))
+    total, count = branch_score(values, ScoreParams(branch_score="tail", tail_fraction=fraction))
     assert count == max(1, int(len(values) * fraction))
     assert total == sum(sorted(map(fixed_point, values))[:count])
 
 
 @given(confidences, st.integers(1, 12))
 def test_window_is_the_lowest_mean_of_consecutive_ones(values: list[float], size: int) -> None:
-    total, count = branch_score(values, DecodingParams(branch_score="window", score_window=size))
+    total, count = branch_score(values, ScoreParams(branch_score="window", score_window=size))
     whole = [fixed_point(v) for v in values]
     windows = [whole[i : i + size] for i in range(len(whole) - size + 1)] or [whole]
     assert Fraction(total, count) == min(Fraction(sum(w), len(w)) for w in windows)
 
 
 def test_a_branch_without_masks_scores_one() -> None:
-    assert branch_score((), DecodingParams(confidence="neg_entropy")) == (SCALE, 1)
+    assert branch_score((), ScoreParams()) == (SCALE, 1)
 
 
 def test_scores_count_in_parts_of_two_to_the_sixteenth() -> None:
     assert SCALE == 2**16
-    assert branch_score((0.5, 0.25), DecodingParams()) == (2**15 + 2**14, 2)
+    assert branch_score((0.5, 0.25), ScoreParams()) == (2**15 + 2**14, 2)
 
 
 def first_round(confs: list[float], **kwargs):

@@ -13,47 +13,46 @@ from lopa_ascend.config import DecodingParams, ParameterError, decodings, fittin
 from lopa_ascend.config.kinds import Choice, Number
 from lopa_ascend.config.settings import parameter
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.d2f import D2F
-from lopa_ascend.decode.lopa import Lopa
+from lopa_ascend.decode.block_pipeline import BlockPipeline, PipelineParams
+from lopa_ascend.decode.lopa import Lopa, LopaParams
 from lopa_ascend.decode.strategy import Start
 from lopa_ascend.engine.commands import Generate
 from lopa_ascend.serve.openai.request import asked_parameters
 from tests.unit.test_protocol import PLANNER, parsed
 
 
-@dataclass(frozen=True)
-class Own:
+@dataclass(frozen=True, kw_only=True)
+class Own(LopaParams):
     slope: float = parameter(0.5, Number(0, 1), "how steep")
     shape: str = parameter("line", Choice(("line", "curve")), "its shape")
 
 
 class Sloped(Lopa):
-    like = "lopa"
     confidence = "neg_entropy"
     parameters = Own
     own: Own
 
     @classmethod
     def check(cls, params: DecodingParams) -> None:
-        if params.temperature and dict(params.own)["shape"] == "curve":
+        if params.temperature and params.shape == "curve":
             raise ParameterError("shape", '"curve" needs temperature 0')
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decodings, "_registered", {})
+    monkeypatch.setattr(decodings, "_registered", dict(decodings._registered))
     register_decoding("sloped", Sloped)
 
 
 def test_they_are_checked_and_reach_the_strategy() -> None:
     params = DecodingParams.of(decoding="sloped", slope=1, num_branches=2)
-    assert params.own == (("slope", 1), ("shape", "line"))
+    assert (params.slope, params.shape) == (1, "line")
     strategy = begin(Start([1], params, 99, frozenset()))
     assert isinstance(strategy, Sloped)
     assert strategy.own == Own(slope=1, shape="line")
-    assert DecodingParams(decoding="sloped").own == (("slope", 0.5), ("shape", "line"))
+    assert DecodingParams(decoding="sloped").slope == 0.5
     assert DecodingParams.of(decoding="sloped") == DecodingParams(decoding="sloped")
-    assert begin(Start([1], DecodingParams(), 99, frozenset())).own is None
+    assert begin(Start([1], DecodingParams(), 99, frozenset())).own == LopaParams()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ def test_they_are_checked_and_reach_the_strategy() -> None:
         ({"decoding": "sloped", "slope": 2}, "slope", "must be a number from 0 to 1, got 2"),
         ({"decoding": "sloped", "shape": "arc"}, "shape", "choose one of line, curve"),
         ({"decoding": "sloped", "shape": "curve", "temperature": 1.0}, "shape", '"curve" needs temperature 0'),
-        ({"slope": 0.1}, "slope", 'does not go with decoding "lopa"; it is for "sloped"'),
+        ({"slope": 0.1}, "slope", '0.1 does not go with decoding "lopa"; use decoding "sloped", or use slope 0.5'),
         ({"decoding": "sloped", "incline": 1}, "incline", "unknown option; choose from decoding, "),
         ({"decoding": "sloped", "confidence": "margin"}, "confidence", 'which uses "neg_entropy"'),
     ],
@@ -75,27 +74,27 @@ def test_wrong_ones_are_refused_by_name(values: dict[str, Any], name: str, messa
 
 
 def test_one_that_all_decodings_have_is_refused() -> None:
-    @dataclass(frozen=True)
-    class Taken:
+    @dataclass(frozen=True, kw_only=True)
+    class Taken(PipelineParams):
         tau_conf: float = parameter(0.5, Number(0, 1), "another threshold")
 
-    register_decoding("taken", type("Taking", (D2F,), {"like": "d2f", "parameters": Taken}))
+    register_decoding("taken", type("Taking", (BlockPipeline,), {"parameters": Taken}))
     with pytest.raises(ParameterError, match='decoding: "taken" declares tau_conf, a parameter of all decodings'):
         DecodingParams(decoding="taken")
 
 
 def test_what_is_no_decoding_is_refused_where_it_is_added() -> None:
     with pytest.raises(ValueError, match="'other' must be a subclass of lopa_ascend.decode.strategy.Strategy"):
-        decodings.add_decoding("other", type("Other", (), {"like": "lopa"}))
+        decodings.add_decoding("other", type("Other", (), {}))
     with pytest.raises(ValueError, match="'other': its `parameters` must be a dataclass, got 5"):
-        register_decoding("other", type("Other", (Lopa,), {"like": "lopa", "parameters": 5}))
+        register_decoding("other", type("Other", (Lopa,), {"parameters": 5}))
 
 
 def test_a_server_takes_them_beside_its_defaults() -> None:
     request = parsed(decoding="sloped")
     assert asked_parameters(request)[0] == {"decoding": "sloped"}
     (choice,) = request.plan(PLANNER)
-    assert choice.params.own == (("slope", 0.5), ("shape", "line"))
+    assert (choice.params.slope, choice.params.shape) == (0.5, "line")
     defaults = {"confidence": "margin", "tau_conf": 0.5, "branch_acceptance": "exact"}
     assert fitting_defaults(defaults, {"decoding": "sloped", "slope": 0.1}) == {"tau_conf": 0.5}
 

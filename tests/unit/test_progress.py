@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lopa_ascend.progress import INTERVAL, progress
+from lopa_ascend.process.progress import INTERVAL, progress
 
 
 @pytest.mark.parametrize("seconds", [0.01, INTERVAL / 4, 2 * INTERVAL])
@@ -14,7 +14,7 @@ def test_a_pipe_gets_a_line_now_and_then(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    caplog.set_level(logging.INFO, "lopa_ascend.progress")
+    caplog.set_level(logging.INFO, "lopa_ascend.process.progress")
     seen = []
     for item in progress(iter("abcdefgh"), "compiling", 8, "graph"):
         seen.append(item)
@@ -27,6 +27,6 @@ def test_a_pipe_gets_a_line_now_and_then(
 
 
 def test_short_work_is_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "lopa_ascend.progress")
+    caplog.set_level(logging.INFO, "lopa_ascend.process.progress")
     assert list(progress(range(3), "loading", 3, "tensor", delay=1)) == [0, 1, 2]
     assert not caplog.records

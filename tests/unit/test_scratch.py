@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from lopa_ascend.scratch import ScratchFolder, remove_abandoned
+from lopa_ascend.process.scratch import ScratchFolder, remove_abandoned
 
 KILLED = """
 import os, signal
-from lopa_ascend.scratch import ScratchFolder
+from lopa_ascend.process.scratch import ScratchFolder
 folder = ScratchFolder()
 (folder.path / "file").write_text("x")
 os.kill(os.getpid(), signal.SIGKILL)
@@ -34,7 +34,9 @@ def test_a_folder_goes_when_it_is_closed_or_its_process_ends(temporary: Path):
     assert folder.path.stat().st_mode & 0o777 == 0o700
     folder.close()
     folder.close()
-    subprocess.run([sys.executable, "-c", "import lopa_ascend.scratch as s; kept = s.ScratchFolder()"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import lopa_ascend.process.scratch as s; kept = s.ScratchFolder()"], check=True
+    )
     assert list(temporary.iterdir()) == []
 
 

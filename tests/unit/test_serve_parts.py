@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.process.thread_turns import aside
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.endpoint import Frames
@@ -25,7 +26,6 @@ from lopa_ascend.serve.http.body import THREADS, Intake
 from lopa_ascend.serve.link.generation import MAX_UNREAD, AskedChoice, Generation
 from lopa_ascend.serve.metrics import Timeline
 from lopa_ascend.serve.server import bind, listen
-from lopa_ascend.turns import aside
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 JSON_TYPE = (b"content-type", b"application/json")

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import os, sys
-from lopa_ascend.standard_streams import open_closed_streams, write_as_possible
+from lopa_ascend.process.standard_streams import open_closed_streams, write_as_possible
 open_closed_streams()
 write_as_possible()
 for _ in range(40):

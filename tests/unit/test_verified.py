@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.config.combinations import fitting_defaults
-from lopa_ascend.config.parameters import BRANCH_ACCEPTANCES
-from lopa_ascend.decode import BRANCH_ACCEPTANCES as STRATEGIES
+from lopa_ascend.config.decodings import values_of
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.decode.lopa import Lopa
 from lopa_ascend.decode.strategy import Start
 from lopa_ascend.decode.verified import draft_ranks
 from lopa_ascend.types import RowPlan, RowResult, SequencePlan, StepRecord
@@ -242,7 +240,7 @@ def test_a_draft_without_masks_has_not_won() -> None:
     params = DecodingParams(block_size=4, max_new_tokens=4, num_branches=2)
     row = RowResult((1, 2, 3, 4), (0.95, 0.95, 0.95, 0.2), (0.95, 0.95, 0.95, 0.2))
     for acceptance, passes in (("published", 1), ("verified", 2), ("exact", 2)):
-        strategy = begin(Start([1], replace(params, branch_acceptance=acceptance), MASK, frozenset()))
+        strategy = begin(Start([1], params.changed(branch_acceptance=acceptance), MASK, frozenset()))
         plan = strategy.plan()
         assert plan is not None
         strategy.absorb(plan, [row], 0, 0)
@@ -310,12 +308,15 @@ def test_drafts_of_several_tokens_must_be_confirmed() -> None:
     defaults = {"branch_acceptance": "exact", "lookahead_depth": 8}
     for asked in ({"branch_acceptance": "published"}, {"decoding": "parallel"}, {"base": "fast_dllm"}):
         assert "lookahead_depth" not in fitting_defaults(defaults, asked)
-    assert fitting_defaults(defaults, {"decoding": "d2f"}) == defaults
+    assert fitting_defaults(defaults, {"decoding": "d2f"}) == {}
 
 
 def test_every_branch_acceptance_has_a_strategy() -> None:
-    assert tuple(STRATEGIES) == BRANCH_ACCEPTANCES
-    assert type(begin(Start([1], DecodingParams(decoding="d2f", branch_acceptance="exact"), MASK, frozenset()))) is D2F
+    assert values_of("branch_acceptance") == ("published", "verified", "exact")
+    for name in values_of("branch_acceptance"):
+        strategy = begin(Start([1], DecodingParams(branch_acceptance=name), MASK, frozenset()))
+        assert isinstance(strategy, Lopa)
+        assert strategy.branch_acceptance == name
 
 
 def test_exact_with_sampling_is_refused() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import profiler
 
-from lopa_ascend.backend.interface import Profile
+from lopa_ascend.backend.interface import RunningProfile
 
 
 def mark(name: str) -> AbstractContextManager[object]:
@@ -15,7 +15,7 @@ def mark(name: str) -> AbstractContextManager[object]:
     return profiler.record_function(name)
 
 
-def start_profile(folder: Path, worker: str, delay: int, steps: int) -> Profile:
+def start_profile(folder: Path, worker: str, delay: int, steps: int) -> RunningProfile:
     """See ``interface.Profiler``."""
     profile = profiler.profile(
         activities=[profiler.ProfilerActivity.CPU],

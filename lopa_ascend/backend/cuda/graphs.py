@@ -99,7 +99,7 @@ class CudaGraphs(Compiler):
         self.num_compilations += 1
         self.num_captures += 1
         self.memory += self._capture.reserved() - memory_before
-        return CapturedRun(launch, replay, output, lengths, kv_lengths)
+        return CudaGraphRun(launch, replay, output, lengths, kv_lengths)
 
     def try_out(self, run: Run, name: str, kv_lengths: Sequence[Sequence[int]]) -> None:
         for lengths in kv_lengths:
@@ -110,7 +110,7 @@ class CudaGraphs(Compiler):
             self.replay_milliseconds[name] = 1000 * (time.perf_counter() - begin)
 
 
-class CapturedRun:
+class CudaGraphRun:
     """A ``Run`` that replays a captured step with other KV lengths.
 
     Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch_npu import npu, profiler
 
-from lopa_ascend.backend.interface import Profile
+from lopa_ascend.backend.interface import RunningProfile
 
 
 @contextmanager
@@ -21,14 +21,14 @@ def mark(name: str) -> Iterator[None]:
         npu.mstx.range_end(marked)
 
 
-def start_profile(folder: Path, worker: str, delay: int, steps: int) -> Profile:
+def start_profile(folder: Path, worker: str, delay: int, steps: int) -> RunningProfile:
     """See ``interface.Profiler``. What is written are CANN's raw data, because their analysis takes minutes."""
     options = profiler._ExperimentalConfig(
         profiler_level=profiler.ProfilerLevel.Level1,
         aic_metrics=profiler.AiCMetrics.PipeUtilization,
         mstx=True,
     )
-    profile: Profile = profiler.profile(
+    profile: RunningProfile = profiler.profile(
         activities=[profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU],
         schedule=profiler.schedule(wait=delay, warmup=1, active=steps, repeat=1),
         on_trace_ready=profiler.tensorboard_trace_handler(str(folder), worker, analyse_flag=False),

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from lopa_ascend.graph.fusion.nodes import arguments, aten, static, value
 from lopa_ascend.graph.fusion.patterns import RESULT, Call, Cast, Either, Match, Some
-from lopa_ascend.graph.fusion.rewriter import Fusion, Refused, Rewriter
+from lopa_ascend.graph.fusion.rewriter import Fusion, NotFused, Rewriter
 
 X, BIAS, WEIGHT = Some("x"), Some("bias"), Some("weight")
 
@@ -109,12 +109,12 @@ def rewrite_product(rewriter: Rewriter, match: Match) -> Sequence[Node]:
     """Makes x [..., in] times a constant matrix [in, out] a linear layer."""
     weight, bias = match["weight"], match.bound.get("bias")
     if weight.op != "get_attr":
-        raise Refused(f"{weight.name} is no constant of the graph")
+        raise NotFused(f"{weight.name} is no constant of the graph")
     matrix = rewriter.tensor(weight)
     if matrix.dim() != 2 or value(match["x"]).dim() < 2:
-        raise Refused("no product with a matrix")
+        raise NotFused("no product with a matrix")
     if bias is not None and value(bias).shape != (matrix.shape[-1],):
-        raise Refused(f"{bias.name} is no bias")
+        raise NotFused(f"{bias.name} is no bias")
     transposed = rewriter.constant(matrix.t())
     return [rewriter.call(aten.linear.default, match["x"], transposed, bias)]
 
@@ -123,7 +123,7 @@ def rewrite_transposed_constant(rewriter: Rewriter, match: Match) -> Sequence[No
     """Makes a constant with its dimensions in another order a constant of that order."""
     node: Any = match[RESULT]
     if match["weight"].op != "get_attr":
-        raise Refused("no constant")
+        raise NotFused("no constant")
     return [rewriter.constant(node.target(rewriter.tensor(match["weight"]), *node.args[1:]))]
 
 
@@ -131,7 +131,7 @@ def drop_reshapes_around_linear(rewriter: Rewriter, match: Match) -> Sequence[No
     """Drops a reshape to two dimensions before a linear layer, and the one back after it."""
     x, result = value(match["x"]), value(match[RESULT])
     if x.shape[:-1] != result.shape[:-1] or x.shape[-1] != value(match["weight"]).shape[-1]:
-        raise Refused("the reshapes do more than to flatten")
+        raise NotFused("the reshapes do more than to flatten")
     return [rewriter.call(aten.linear.default, match["x"], match["weight"], match["bias"])]
 
 
@@ -140,9 +140,9 @@ def rewrite_silu(rewriter: Rewriter, match: Match) -> Sequence[Node]:
     the dtype of x."""
     x, result, inner = value(match["x"]), value(match[RESULT]), match["inner"]
     if result.dtype != x.dtype or value(inner).dtype != torch.float32 or match.dtypes - {x.dtype, torch.float32}:
-        raise Refused("not a SiLU in float32, rounded once")
+        raise NotFused("not a SiLU in float32, rounded once")
     if inner is match[RESULT]:
-        raise Refused("a SiLU already")
+        raise NotFused("a SiLU already")
     return [rewriter.call(aten.silu.default, match["x"])]
 
 

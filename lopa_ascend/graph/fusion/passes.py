@@ -16,7 +16,7 @@ from torch.fx import Node
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.graph.fusion.nodes import aten, memory_roots, source_line, static, value
 from lopa_ascend.graph.fusion.patterns import RESULT, Call, Cast, Either, Half, Match, Some
-from lopa_ascend.graph.fusion.rewriter import Change, Fusion, Refused, Rewriter
+from lopa_ascend.graph.fusion.rewriter import Change, Fusion, NotFused, Rewriter
 from lopa_ascend.graph.fusion.rope import Rope
 from lopa_ascend.graph.fusion.rope_packing import RopePacking
 
@@ -69,13 +69,13 @@ def rewrite_rms_norm(rewriter: Rewriter, match: Match) -> Sequence[Node]:
     """RMSNorm spelled out, or torch's."""
     x, weight, result = value(match["x"]), value(match["weight"]), value(match[RESULT])
     if weight.shape != x.shape[-1:] or x.dim() < 2:
-        raise Refused(f"a weight {list(weight.shape)} is not for the last dimension of {list(x.shape)}")
+        raise NotFused(f"a weight {list(weight.shape)} is not for the last dimension of {list(x.shape)}")
     if not x.dtype == weight.dtype == result.dtype:
-        raise Refused(f"input {x.dtype}, weight {weight.dtype} and result {result.dtype} differ")
+        raise NotFused(f"input {x.dtype}, weight {weight.dtype} and result {result.dtype} differ")
     scale = match.bound.get("scale")  # None: torch's RMSNorm, which is one op
     in_float32 = scale is None or value(scale).dtype == torch.float32
     if not in_float32 or x.dtype == torch.float64 or match.dtypes - {x.dtype, torch.float32}:
-        raise Refused("it is not computed in float32")
+        raise NotFused("it is not computed in float32")
     return [rewriter.call(rewriter.ops.rms_norm, match["x"], match["weight"], match["eps"])]
 
 
@@ -86,15 +86,15 @@ def summands(rewriter: Rewriter, match: Match) -> tuple[Node, Node]:
     values = [value(node) for node in pair if isinstance(node, Node)]  # a number is no node
     are_alike = all(x.shape == result.shape and x.dtype == result.dtype for x in values)
     if len(values) < 2 or not are_alike:
-        raise Refused("the summands are not of one shape and dtype")
+        raise NotFused("the summands are not of one shape and dtype")
     roots = memory_roots(rewriter.graph, rewriter.ops)
     if roots[pair[0]] & roots[pair[1]]:
-        raise Refused("the summands share memory")
+        raise NotFused("the summands share memory")
     for residual in sorted(pair):
         if dies_at(residual, total, roots) and 0 not in value(residual).stride():
             x = pair[1] if residual is pair[0] else pair[0]
             return x, residual
-    raise Refused(f"{pair[0].name} and {pair[1].name} are both still needed, or not the graph's own")
+    raise NotFused(f"{pair[0].name} and {pair[1].name} are both still needed, or not the graph's own")
 
 
 def dies_at(node: Node, reader: Node, roots: Mapping[Node, frozenset[Node]]) -> bool:
@@ -127,7 +127,7 @@ def rewrite_bias(rewriter: Rewriter, match: Match) -> Sequence[Node]:
     """A vector that is added to a linear layer without bias: its bias."""
     product, bias = value(match["product"]), value(match["bias"])
     if bias.shape != product.shape[-1:] or bias.dtype != product.dtype:
-        raise Refused(f"{match['bias'].name} is not of the shape or dtype of a bias")
+        raise NotFused(f"{match['bias'].name} is not of the shape or dtype of a bias")
     return [rewriter.call(aten.linear.default, match["x"], match["weight"], match["bias"])]
 
 
@@ -152,10 +152,10 @@ def pack_group(rewriter: Rewriter, x: Node, group: list[Node]) -> Change:
 
     def build(_: Match) -> Sequence[Node]:
         if num_biases not in (0, len(group)):
-            raise Refused("some have a bias and some have none")
+            raise NotFused("some have a bias and some have none")
         stacks = [weights, biases] if num_biases else [weights]
         if any(node.op != "get_attr" for stack in stacks for node in stack):
-            raise Refused("a weight or a bias is no constant of the graph")
+            raise NotFused("a weight or a bias is no constant of the graph")
         stacked = [rewriter.constant(torch.cat([rewriter.tensor(node) for node in stack])) for stack in stacks]
         whole = rewriter.call(aten.linear.default, x, *stacked)
         sizes = [value(node).shape[-1] for node in group]
@@ -166,7 +166,7 @@ def pack_group(rewriter: Rewriter, x: Node, group: list[Node]) -> Change:
 
     try:
         return Change(rewriter.rewrite(Match({"x": x}, tuple(group)), group, build), line=line)
-    except Refused as refusal:
+    except NotFused as refusal:
         return Change(names, str(refusal), line)
 
 
@@ -204,9 +204,9 @@ class Linear:
         x, weight, bias = match["x"], match["weight"], match["bias"]
         shape = value(x).shape
         if weight.op != "get_attr":
-            raise Refused(f"{weight.name} is no constant of the graph")
+            raise NotFused(f"{weight.name} is no constant of the graph")
         if len(shape) < 2:
-            raise Refused(f"{x.name} is a single row")
+            raise NotFused(f"{x.name} is a single row")
         if str(weight.target) not in self._stored:
             stored = rewriter.ops.stored(rewriter.tensor(weight))
             self._stored[str(weight.target)] = rewriter.constant(stored)
@@ -230,5 +230,5 @@ SWIGLU = Either(
 def rewrite_swiglu(rewriter: Rewriter, match: Match) -> Sequence[Node]:
     """SiLU of the first half times the second half."""
     if "x" not in match.bound:
-        raise Refused("gate and up are not the halves of one tensor")
+        raise NotFused("gate and up are not the halves of one tensor")
     return [rewriter.call(rewriter.ops.swiglu, match["x"])]

@@ -18,7 +18,7 @@ from lopa_ascend.graph.fusion.nodes import attribute, is_pure, nodes_in, source_
 from lopa_ascend.graph.fusion.patterns import RESULT, Match, matches
 
 
-class Refused(Exception):
+class NotFused(Exception):
     """A match that does not mean what the fused op computes; the message says why."""
 
 
@@ -106,18 +106,18 @@ class Rewriter:
             The names of the outputs.
 
         Raises:
-            Refused: by ``build``, or because an intermediate result is used elsewhere, or an input is computed later.
+            NotFused: by ``build``, or because an intermediate result is used elsewhere, or an input is computed later.
         """
         inside = set(match.inside)
         for node in match.inside:
             elsewhere = [user for user in node.users if user not in inside]
             if elsewhere and node not in outputs and node not in match.shared:
-                raise Refused(f"{node.name} is used by {elsewhere[0].name} too")
+                raise NotFused(f"{node.name} is used by {elsewhere[0].name} too")
         target = min(outputs)  # nodes are ordered as in the graph
         inputs = [node for node in nodes_in(list(match.bound.values())) if node not in inside]
         late = [node.name for node in inputs if node > target]
         if late:
-            raise Refused(f"{late[0]} comes after {target.name}")
+            raise NotFused(f"{late[0]} comes after {target.name}")
         with self.graph.inserting_before(target):
             made = build(match)
         names = tuple(node.name for node in outputs)
@@ -197,7 +197,7 @@ class Fusion:
 
     pattern: Any
     build: Callable[[Rewriter, Match], Sequence[Node]]
-    """Makes a new node for each of ``outputs``; raises Refused before it makes any."""
+    """Makes a new node for each of ``outputs``; raises NotFused before it makes any."""
     outputs: tuple[str, ...] = (RESULT,)
     """Names in the pattern of the nodes to replace; RESULT is the whole match."""
 
@@ -217,7 +217,7 @@ class Fusion:
             outputs = [match[name] for name in self.outputs]
             try:
                 names = rewriter.rewrite(match, outputs, lambda found: self.build(rewriter, found))
-            except Refused as refusal:
+            except NotFused as refusal:
                 reason = reason or str(refusal)
             else:
                 return Change(names, line=line)

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from lopa_ascend.graph.fusion.nodes import aten, static, value
 from lopa_ascend.graph.fusion.patterns import RESULT, Call, Either, Half, Match, Some
-from lopa_ascend.graph.fusion.rewriter import Change, Fusion, Refused, Rewriter
+from lopa_ascend.graph.fusion.rewriter import Change, Fusion, NotFused, Rewriter
 from lopa_ascend.graph.fusion.tables import first_equals, has_equal_halves, rows_of_constant
 
 X, COS, SIN = Some("x"), Some("cos"), Some("sin")
@@ -40,7 +40,7 @@ def token_and_head_dims(x: Sequence[int], table: Sequence[int]) -> tuple[list[in
     repeats: heads."""
     rows = [1] * (len(x) - len(table)) + list(table[:-1])
     if len(table) > len(x) or any(row not in (1, size) for row, size in zip(rows, x, strict=False)):
-        raise Refused(f"cosines {list(table)} do not broadcast to {list(x)}")
+        raise NotFused(f"cosines {list(table)} do not broadcast to {list(x)}")
     tokens = [i for i, row in enumerate(rows) if row == x[i]]
     return tokens, [i for i, row in enumerate(rows) if row != x[i]]
 
@@ -95,19 +95,19 @@ class Rope:
         """Refuses a match that is no rotation of pairs of one head, or that is computed in another dtype.
 
         Raises:
-            Refused: see above.
+            NotFused: see above.
         """
         x, cos, sin = match["x"], match["cos"], match["sin"]
         x_value = value(x)
         if not isinstance(cos, Node) or not isinstance(sin, Node) or value(cos).shape != value(sin).shape:
-            raise Refused("cosines and sines are not of one shape")
+            raise NotFused("cosines and sines are not of one shape")
         if {value(node).dtype for node in (x, cos, sin, match[RESULT])} != {x_value.dtype}:
-            raise Refused("it is not computed in the dtype of its input")
+            raise NotFused("it is not computed in the dtype of its input")
         in_halves = "rotated" not in match.bound
         if value(cos).shape[-1] != x_value.shape[-1] // (2 if in_halves else 1):
-            raise Refused("cosines are not for every pair of a head")
+            raise NotFused("cosines are not for every pair of a head")
         if not in_halves and not (has_equal_halves(rewriter, cos) and has_equal_halves(rewriter, sin)):
-            raise Refused(f"the halves of {cos.name} and {sin.name} are not known to be equal")
+            raise NotFused(f"the halves of {cos.name} and {sin.name} are not known to be equal")
 
     def _build(self, rewriter: Rewriter, match: Match) -> Sequence[Node]:
         self._check(rewriter, match)

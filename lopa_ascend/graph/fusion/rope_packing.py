@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from lopa_ascend.graph.fusion.nodes import aten, source_line, static, value
 from lopa_ascend.graph.fusion.patterns import Match
-from lopa_ascend.graph.fusion.rewriter import Change, Refused, Rewriter
+from lopa_ascend.graph.fusion.rewriter import Change, NotFused, Rewriter
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RopePacking:
                 try:
                     self._pack(rewriter, split, parts)
                     changes.append(Change(names, line=line))
-                except Refused as refusal:
+                except NotFused as refusal:
                     changes.append(Change(names, str(refusal), line))
         return changes
 
@@ -64,7 +64,7 @@ class RopePacking:
         """Rotates what ``split`` divides, in place of its parts.
 
         Raises:
-            Refused: the parts are not heads of one size, or are not rotated by the same tables.
+            NotFused: the parts are not heads of one size, or are not rotated by the same tables.
         """
         whole, ropes = split.args[0], [part.rope for part in parts if part.rope]
         assert isinstance(whole, Node)
@@ -72,7 +72,7 @@ class RopePacking:
         tokens, _, size = static(value(ropes[0]).shape)
         heads = heads_of(parts, tokens, size)
         if sum(part.size for part in parts) != value(whole).shape[-1]:
-            raise Refused("a part is not used")
+            raise NotFused("a part is not used")
 
         def build(_: Match) -> Sequence[Node]:
             is_rotated: list[bool] = []  # by head
@@ -114,13 +114,13 @@ def tables_of(ropes: Sequence[Node]) -> tuple[Node, Node]:
     """The cosines and sines by which all of these calls rotate.
 
     Raises:
-        Refused: they are not the same for all.
+        NotFused: they are not the same for all.
     """
     cos, sin = ropes[0].args[1:]
     assert isinstance(cos, Node)
     assert isinstance(sin, Node)
     if any(rope.args[1:] != (cos, sin) for rope in ropes):
-        raise Refused("parts are rotated by different tables")
+        raise NotFused("parts are rotated by different tables")
     return cos, sin
 
 
@@ -128,14 +128,14 @@ def heads_of(parts: Sequence[SplitPart], tokens: int, size: int) -> list[int]:
     """The number of heads of ``size`` of each part; -1 tokens if their number is unknown.
 
     Raises:
-        Refused: a part is not made of heads of this size, or is rotated as something else.
+        NotFused: a part is not made of heads of this size, or is rotated as something else.
     """
     if any(part.size % size for part in parts):
-        raise Refused(f"not all parts, of sizes {[part.size for part in parts]}, are made of heads of {size}")
+        raise NotFused(f"not all parts, of sizes {[part.size for part in parts]}, are made of heads of {size}")
     heads = [part.size // size for part in parts]
     for part, number in zip(parts, heads, strict=True):
         if part.rope and static(value(part.rope).shape) != [tokens, number, size]:
-            raise Refused("the parts are not rotated as heads of one size")
+            raise NotFused("the parts are not rotated as heads of one size")
     return heads
 
 

@@ -19,9 +19,9 @@ from starlette.requests import Request
 
 from lopa_ascend.config.files import shown
 from lopa_ascend.config.removed import instead_of
+from lopa_ascend.process.thread_turns import turn
 from lopa_ascend.serve.http.api_error import CLOSE, ApiError
 from lopa_ascend.serve.http.encoding import Json
-from lopa_ascend.turns import turn
 
 BODY_TIMEOUT = 60.0
 """Most seconds in which a body must arrive."""

@@ -21,7 +21,7 @@ from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.api_error import ApiError, unavailable
 from lopa_ascend.serve.link.generation import AskedChoice, Generation
 from lopa_ascend.serve.link.messages import FromEngine, Left, Lost, Profiled, Ready, Stepped, ToEngine
-from lopa_ascend.text.output import GapsStream, OutputStream
+from lopa_ascend.text.output_stream import GapsStream, OutputStream
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_tokenizer
 from lopa_ascend.types import EngineStats, Update

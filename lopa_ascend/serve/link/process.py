@@ -17,6 +17,7 @@ import zmq
 from lopa_ascend.config import ParameterError
 from lopa_ascend.engine.commands import Abort, Generate, ProfileError, StartProfile, StopProfile
 from lopa_ascend.parallel.launch import exit_rank, exit_when_stdin_closes, exit_with_parent
+from lopa_ascend.process.standard_streams import write_as_possible
 from lopa_ascend.serve.link.messages import (
     Failed,
     Profiled,
@@ -27,7 +28,6 @@ from lopa_ascend.serve.link.messages import (
     decode_to_engine,
     encode_message,
 )
-from lopa_ascend.standard_streams import write_as_possible
 from lopa_ascend.types import Update
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from lopa_ascend.parallel.launch import (
     rank_in_environment,
     share_cores,
 )
-from lopa_ascend.scratch import ScratchFolder, remove_abandoned
+from lopa_ascend.process.scratch import ScratchFolder, remove_abandoned
 from lopa_ascend.serve.link.messages import (
     Failed,
     FromEngine,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, Field, create_model
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.config.decodings import DecodingName
+from lopa_ascend.config.decodings import DecodingName, Variant
 from lopa_ascend.config.kinds import (
     AUTO,
     Boolean,
@@ -41,6 +41,7 @@ JSON_TYPES: dict[type[Kind], Any] = {
     IntegerOrAuto: int | str,
     Number: float,
     StructuredOutputs: dict[str, Any],
+    Variant: str,
     Strings: str | Annotated[list[str], Field(fail_fast=True)],
     TokenIds: int | Annotated[list[int], Field(fail_fast=True)],
     TokenNumbers: dict[str, float],

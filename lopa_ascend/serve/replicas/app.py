@@ -23,10 +23,10 @@ from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.connections import connection_limit
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.openai.request import check_defaults
-from lopa_ascend.serve.replicas.engine import Replica
-from lopa_ascend.serve.replicas.link import Replicas
-from lopa_ascend.serve.replicas.placement import RESOURCES, Placement, actor_options, place, rank_needs
+from lopa_ascend.serve.replicas.placement import RESOURCES, ReplicaPlacement, actor_options, place, rank_needs
+from lopa_ascend.serve.replicas.replica import Replica
 from lopa_ascend.serve.replicas.router import FewestTokens
+from lopa_ascend.serve.replicas.transport import Replicas
 from lopa_ascend.serve.server import chat_template
 
 APP = "lopa"
@@ -170,6 +170,6 @@ def _number(config: ServeConfig, seqs: int) -> dict[str, Any]:
     return {"autoscaling_config": scaling}
 
 
-def placements(configs: Sequence[ServeConfig], nodes: Sequence[float]) -> list[tuple[Placement, int]]:
+def placements(configs: Sequence[ServeConfig], nodes: Sequence[float]) -> list[tuple[ReplicaPlacement, int]]:
     """How the replicas of each model are placed, and how many there are at least."""
     return [(place(config.engine, nodes), config.replicas or 1) for config in configs]

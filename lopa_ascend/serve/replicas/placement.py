@@ -27,7 +27,7 @@ def actor_options(config: EngineConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ReplicaPlacement:
     """How the ranks of one replica are spread over nodes: rank r belongs to bundle r // ``per_node``."""
 
     per_node: int
@@ -46,7 +46,7 @@ class Placement:
         return {"placement_group_bundles": [bundle] * self.nodes, "placement_group_strategy": strategy}
 
 
-def place(config: EngineConfig, nodes: Sequence[float]) -> Placement:
+def place(config: EngineConfig, nodes: Sequence[float]) -> ReplicaPlacement:
     """Puts the ranks of a replica on as few nodes as can be, with the same number on each.
 
     Args:
@@ -61,7 +61,7 @@ def place(config: EngineConfig, nodes: Sequence[float]) -> Placement:
     largest = max(nodes, default=0)
     for parts in range(1, bp + 1):
         if bp % parts == 0 and bp // parts * tp * needs <= largest:
-            return Placement(bp // parts * tp, parts, resource, needs)
+            return ReplicaPlacement(bp // parts * tp, parts, resource, needs)
     raise ParameterError(
         "tensor_parallel_size",
         f"{tp} ranks that split a forward pass need {tp * needs} {resource} on one node, and the largest node of the "
@@ -69,7 +69,7 @@ def place(config: EngineConfig, nodes: Sequence[float]) -> Placement:
     )
 
 
-def check_room(placements: Sequence[tuple[Placement, int]], nodes: Sequence[float]) -> None:
+def check_room(placements: Sequence[tuple[ReplicaPlacement, int]], nodes: Sequence[float]) -> None:
     """Refuses more replicas than the cluster has room for.
 
     Args:

@@ -37,7 +37,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lopa_ascend.config import WINDOW_ATTENTIONS, DecodingParams, EngineConfig
+from lopa_ascend.config import DecodingParams, EngineConfig
+from lopa_ascend.decode.block_pipeline import WINDOW_ATTENTIONS
 from lopa_ascend.demo import DEMO_MODEL
 from scripts.arguments import number_from
 

@@ -21,7 +21,7 @@ from lopa_ascend.parallel.launch import LOCALHOST, RankProcess, Rendezvous, foll
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.link.messages import Stepped, decode_to_engine, encode_message
 from lopa_ascend.serve.link.spawn import ChildProcess, EngineFailed, EngineProcess
-from lopa_ascend.serve.replicas.placement import Placement, actor_options
+from lopa_ascend.serve.replicas.placement import ReplicaPlacement, actor_options
 from lopa_ascend.types import EngineStats, Update
 
 FIRST_HCCL_PORT, HCCL_PORTS = 60000, 32
@@ -39,7 +39,9 @@ def _own_dies() -> list[str]:
     return [str(die) for kind in ("NPU", "GPU") for die in by_kind.get(kind, [])]
 
 
-def _rank_environment(rank: int, config: EngineConfig, placement: Placement, host: str, port: int) -> dict[str, str]:
+def _rank_environment(
+    rank: int, config: EngineConfig, placement: ReplicaPlacement, host: str, port: int
+) -> dict[str, str]:
     """Tells a process that it is this rank. Ray shows each actor its own die alone, which is number 0 there."""
     environment = Rendezvous(rank, config.world_size, host, port, placement.nodes == 1).environment()
     local_size = config.world_size // placement.nodes
@@ -55,7 +57,7 @@ class Rank:
     async def versions(self) -> dict[str, str]:
         return versions()
 
-    async def run(self, rank: int, config: EngineConfig, placement: Placement, host: str, port: int) -> int:
+    async def run(self, rank: int, config: EngineConfig, placement: ReplicaPlacement, host: str, port: int) -> int:
         """Runs the rank until it ends; returns its exit status."""
         environment = os.environ | _rank_environment(rank, config, placement, host, port)
         process = ChildProcess(RankProcess(follower_command(config, ends_with_stdin=True), environment))
@@ -85,7 +87,7 @@ class Replica:
         EngineFailed: the engine cannot serve this model, or its ranks have different versions.
     """
 
-    async def __init__(self, config: ServeConfig, placement: Placement):  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: ServeConfig, placement: ReplicaPlacement):  # type: ignore[misc]  # Serve awaits it
         self._watchdog_timeout = config.watchdog_timeout
         self._name = serve.get_replica_context().replica_id.unique_id
         self._choices: dict[str, _Running] = {}
@@ -169,7 +171,7 @@ class Replica:
             )
 
 
-async def _start_ranks(config: EngineConfig, placement: Placement) -> list[Any]:
+async def _start_ranks(config: EngineConfig, placement: ReplicaPlacement) -> list[Any]:
     """Starts the actors of the other ranks, and makes this process rank 0.
 
     Returns:

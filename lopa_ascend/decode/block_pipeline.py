@@ -3,16 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-from lopa_ascend.decode.acceptance import filled_in
+from lopa_ascend.config.combinations import Rule
+from lopa_ascend.config.kinds import Choice, Integer, Number
+from lopa_ascend.config.settings import GraphSupport, research
+from lopa_ascend.decode.acceptance import COMBINATIONS, BlockParams, filled_in
 from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
 from lopa_ascend.decode.editing import Editing
 from lopa_ascend.decode.strategy import Start, Strategy
 from lopa_ascend.types import Fill, RowPlan, SequencePlan
 
+WINDOW_ATTENTIONS = ("block_causal", "full")
 
-class D2F(Strategy):
-    """One sequence under D2F, which has the anchor branch alone."""
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineParams(BlockParams):
+    """Parameters of decodings whose window of blocks moves over the canvas."""
+
+    window_attention: str = research(
+        "block_causal",
+        Choice(WINDOW_ATTENTIONS),
+        'what a block of the window attends to: "block_causal": all positions up to its own end; "full": all '
+        "positions up to the end of the window",
+        default_text='"block_causal" with "lopa" and "d2f", otherwise "full"',
+        graphs=GraphSupport.COMPILED,
+    )
+    editing_threshold: float | None = research(
+        None,
+        Number(0, 1),
+        "a filled position of the open block takes the predicted token in place of its own when the probability is "
+        "above this; the block is final once a pass without masks has changed nothing, and only then it is shown",
+        default_text="filled positions stay as they are",
+        graphs=GraphSupport.DEFAULT,
+    )
+    max_post_steps: int = research(
+        16,
+        Integer(1, 4096),
+        "passes without masks after which a block is final even if `editing_threshold` still changes tokens",
+    )
+
+
+class BlockPipeline(Strategy):
+    """One sequence under D2F, which has the anchor branch alone. SDAR, LLaDA2 and DreamReasoner are decoded so, too."""
+
+    description = "the anchor branch alone"
+    base = "d2f"
+    commits = True
+    has_graphs = True
+    parameters = PipelineParams
+    own: PipelineParams
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *COMBINATIONS,
+        Rule("editing_threshold", "tau_add", (1,)),  # the next block would open beside one that is not final
+        # What a grammar has passed may not change.
+        Rule("editing_threshold", "structured_outputs", (None,)),
+        Rule("editing_threshold", "max_thinking_tokens", (None,)),
+    )
 
     def __init__(self, start: Start) -> None:
         params = start.params
@@ -29,7 +77,7 @@ class D2F(Strategy):
             return None
         committing = [block for block in anchor.blocks if block.state is BlockState.TO_CACHE]
         num_new = committing[-1].end - self.num_committed if committing else 0
-        full = self.params.window_attention == "full"
+        full = self.own.window_attention == "full"
         rows = tuple(self._row(branch, full) for branch in self.branches)
         return SequencePlan(
             start=self.num_committed,
@@ -58,10 +106,10 @@ class D2F(Strategy):
             return False
         if last.filled < threshold_count(self.params.tau_add, last.length):
             return False
-        if self.params.max_active_blocks is None:
+        if self.own.max_active_blocks is None:
             return True
         first_masked = next((i for i, block in enumerate(branch.blocks) if block.masks), len(branch.blocks))
-        return len(branch.blocks) - first_masked < self.params.max_active_blocks
+        return len(branch.blocks) - first_masked < self.own.max_active_blocks
 
     def _row(self, branch: Branch, full: bool) -> RowPlan:
         """What one branch computes. ``full``: its window is one attention entry."""
@@ -102,7 +150,7 @@ class D2F(Strategy):
             in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
             wanted = min(self._num_wanted_in(block), len(in_block)) if block.activated else 0
             filled, num_fallbacks = filled_in(in_block, self.accept(in_block), wanted, first)
-            if self.params.acceptance == "sequential":  # which accepts none
+            if self.own.acceptance == "sequential":  # which accepts none
                 filled, num_fallbacks = in_block[:wanted], wanted
             chosen += filled
             fallbacks += num_fallbacks
@@ -111,7 +159,7 @@ class D2F(Strategy):
     def _num_wanted_in(self, block: Block) -> int:
         """Positions that a fully activated block must fill in its next pass: 1, or with ``denoising_steps`` its share
         of the block's length, in the first passes one more until these have the remainder."""
-        steps = self.params.denoising_steps
+        steps = self.own.denoising_steps
         if steps is None:
             return 1
         share, remainder = divmod(self.params.block_size, steps)
