@@ -62,10 +62,6 @@ class Canvas(Strategy):
         return sum(map(len, self.gaps))
 
     @property
-    def in_prefill(self) -> bool:
-        return not self.num_forwards
-
-    @property
     def num_opened(self) -> int:
         return self.gap_length - self.answer.masks
 

@@ -151,10 +151,6 @@ class Measuring(Strategy):
         self.branches = self._canvas.branches
 
     @property
-    def in_prefill(self) -> bool:
-        return self._canvas.in_prefill
-
-    @property
     def num_opened(self) -> int:
         return self._canvas.num_opened
 

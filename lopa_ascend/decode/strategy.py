@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lopa_ascend.config import DecodingParams
@@ -174,11 +174,6 @@ class Strategy(ABC):
         return False
 
     @property
-    def in_prefill(self) -> bool:
-        """Whether the next pass computes the prompt, or its whole blocks."""
-        return self.num_committed < self.origin
-
-    @property
     def anchor(self) -> Branch:
         """The branch without tokens of its own: the winner of the last pass, with its fills."""
         return self.branches[-1]
@@ -202,29 +197,17 @@ class Strategy(ABC):
     def plan(self) -> SequencePlan | None:
         """What the next forward pass computes; None when the sequence is done."""
 
-    def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
-        """Drops all lookahead branches of the next pass but the first ``num_lookaheads``. The anchor always stays.
-
-        Args:
-            plan: what ``plan`` returned.
-
-        Returns:
-            The plan with the rows of the remaining branches.
-        """
-        *lookaheads, anchor = self.branches
-        self.branches = (*lookaheads[:num_lookaheads], anchor)
-        *lookahead_rows, anchor_row = plan.rows
-        return replace(plan, rows=(*lookahead_rows[:num_lookaheads], anchor_row))
-
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
         """Takes the predictions of a pass: picks the winner, fills it, and grows the next branches from it.
 
         Args:
-            plan: what ``plan`` gave.
+            plan: what ``plan`` gave, perhaps with fewer rows; see ``SequencePlan.keep``.
             results: the predictions for each of ``plan.rows``.
             model_tokens: see ``StepRecord``.
             head_rows: see ``StepRecord``.
         """
+        if len(plan.rows) < len(self.branches):
+            self.branches = (*self.branches[: len(plan.rows) - 1], self.anchor)
         winner, branch, scores = self.select(plan, results)
         row = plan.rows[winner]
         evaluated = [*self.branches[:winner], branch, *self.branches[winner + 1 :]]
@@ -343,11 +326,6 @@ class Strategy(ABC):
         if end is None:
             return range(known), None, ()
         return range(end if self.params.finish_at_eos else known), tokens[end], ()
-
-    def final_tokens(self) -> list[int]:
-        """The token ids that ``final`` says are final."""
-        tokens = self.answer.tokens
-        return [tokens[place] for place in self.final()[0]]
 
     def visible_is_final(self) -> bool:
         """Whether no later step can change the visible text: all positions up to an EOS, or all that the answer can

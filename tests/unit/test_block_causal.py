@@ -17,6 +17,7 @@ from lopa_ascend.config.settings import ContextLengthError
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.strategy import Start
 from lopa_ascend.types import DREAM, ModelProperties, RowPlan, RowResult
+from tests.answers import final_tokens
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
 FAMILIES = {
@@ -75,7 +76,7 @@ def test_decisions_are_the_published_ones(path: Path) -> None:
             break
         record = strategy.absorb(plan, [predicted(plan.rows[0], forward)], 0, 0)
         assert [[fill.position, fill.token] for fill in record.fills] == forward["fills"], forward["i"]
-    answer = strategy.final_tokens()
+    answer = final_tokens(strategy)
     assert strategy.visible_is_final()
     assert answer == trace["output_ids"][: len(answer)]
     assert trace["output_ids"][len(answer) :][:1] in ([], [trace["eos_token_id"]])
@@ -155,4 +156,4 @@ def test_every_plan_keeps_to_the_grid(
             probs = tuple(data.draw(st.sampled_from([0.5, 0.95])) for _ in row.masked)
             results.append(RowResult(tuple(1000 + position for position in row.masked), probs, probs))
         strategy.absorb(plan, results, 0, 0)
-    assert strategy.final_tokens() == [1000 + position for position in range(prompt, prompt + longest)]
+    assert final_tokens(strategy) == [1000 + position for position in range(prompt, prompt + longest)]

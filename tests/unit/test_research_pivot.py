@@ -13,6 +13,7 @@ from lopa_ascend.decode import begin
 from lopa_ascend.decode.strategy import Start, Strategy
 from lopa_ascend.types import Alternatives, RowPlan, RowResult, SequencePlan, StepRecord
 from tests import research
+from tests.answers import final_tokens
 
 EOS, MASK = 3, 99
 
@@ -124,7 +125,7 @@ def test_the_last_mask_is_not_filled_without_a_pass() -> None:
     assert [row.masked for row in plan.rows] == [(), (), (2,)]
     record = strategy.absorb(plan, [with_entropies(row, lambda position: 1.0) for row in plan.rows], 0, 0)
     assert record.winner == 2
-    assert strategy.final_tokens() == [10, 10]
+    assert final_tokens(strategy) == [10, 10]
 
 
 @pytest.mark.parametrize(

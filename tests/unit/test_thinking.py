@@ -30,6 +30,7 @@ from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.reasoning import ReasoningReader
 from lopa_ascend.types import DREAM, GenerationOutput, Progress, RowResult, Thinking, Update
+from tests.answers import final_tokens
 from tests.tiny import tiny_tokenizer
 
 TEMPLATE = Path(__file__).parents[1] / "thinking.jinja"
@@ -336,7 +337,7 @@ def test_decodings_think_as_long_as_they_may_and_answer_then(options: dict[str, 
             probs = tuple(rng.random() for _ in tokens)
             results.append(RowResult(tuple(tokens), probs, probs))
         strategy.absorb(plan, results, 0, 0)
-    answer = strategy.final_tokens()[not is_open :]
+    answer = final_tokens(strategy)[not is_open :]
     assert answer.index(CLOSE) == 10
     assert tiny_tokenizer().decode(answer[11:]) in ("yes", "no")
 
