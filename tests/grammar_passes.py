@@ -10,7 +10,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.constraint import Constraint
-from lopa_ascend.decode.strategy import Start, Strategy
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import DREAM, RowPlan, RowResult, StepRecord
@@ -71,7 +71,7 @@ class Passes:
         is_dream = params.block_size != 4 and "fast_dllm_v2" not in (params.decoding, params.base)
         properties = DREAM if is_dream else FAMILIES[family].properties
         ends, constraint = frozenset(self.ends), self.constraint(form)
-        return begin(Start(PROMPT, params, self.mask, ends, properties=properties, constraint=constraint))
+        return begin(SequenceStart(PROMPT, params, self.mask, ends, properties=properties, constraint=constraint))
 
     def constraint(self, form: Form) -> Constraint:
         grammar = DecodingParams(structured_outputs=form).structured_outputs

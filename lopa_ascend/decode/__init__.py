@@ -14,7 +14,7 @@ from lopa_ascend.decode.fast_dllm import FastDllm
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
 from lopa_ascend.decode.lengths import Measuring
 from lopa_ascend.decode.lopa import Lopa, LopaFastDllm, LopaFastDllmV2, LopaParallel
-from lopa_ascend.decode.strategy import Start, Strategy
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
 
@@ -23,7 +23,7 @@ for strategy in (BlockPipeline, Parallel, Vanilla, FastDllm, FastDllmV2):
     add_decoding(strategy.base, strategy)
 
 
-def begin(start: Start) -> Strategy:
+def begin(start: SequenceStart) -> Strategy:
     """The strategy that ``start.params`` names, at the start of a sequence."""
     strategy: type[Strategy] = start.params.strategy
     if start.gapped is None:

@@ -12,7 +12,7 @@ from lopa_ascend.config.settings import GraphSupport, research
 from lopa_ascend.decode.acceptance import COMBINATIONS, BlockParams, filled_in
 from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
 from lopa_ascend.decode.editing import Editing
-from lopa_ascend.decode.strategy import Start, Strategy
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.types import Fill, RowPlan, SequencePlan
 
 WINDOW_ATTENTIONS = ("block_causal", "full")
@@ -62,7 +62,7 @@ class BlockPipeline(Strategy):
         Rule("editing_threshold", "max_thinking_tokens", (None,)),
     )
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: SequenceStart) -> None:
         params = start.params
         if params.editing_threshold is not None:
             self.editing = Editing(params.editing_threshold, params.max_post_steps, start.mask)

@@ -16,7 +16,7 @@ from lopa_ascend.config.kinds import Boolean
 from lopa_ascend.config.settings import research
 from lopa_ascend.decode.acceptance import COMBINATIONS, BlockParams, filled_in, most_confident, to_the_last
 from lopa_ascend.decode.blocks import Block, Branch, threshold_count
-from lopa_ascend.decode.strategy import Final, Only, Start, Strategy
+from lopa_ascend.decode.strategy import Final, Only, SequenceStart, Strategy
 from lopa_ascend.types import Fill, ModelProperties, RowPlan, SequencePlan
 
 
@@ -38,7 +38,7 @@ class Canvas(Strategy):
         """Those that attend to all positions."""
         return not properties.is_block_causal
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: SequenceStart) -> None:
         assert not start.num_committed, "the keys and values of the prompt depend on the canvas"
         super().__init__(start)
         params, self._has_gaps = start.params, start.gapped is not None
@@ -164,7 +164,7 @@ class Parallel(Canvas):
     only: ClassVar[Only] = {"acceptance": ("threshold", "factor", "entropy")}
     rules = COMBINATIONS
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: SequenceStart) -> None:
         super().__init__(start)
         self._eos_last = self.own.eos_last and not self.grammar.binds
         if self.properties.fills_as_llada and self.own.acceptance == "factor":

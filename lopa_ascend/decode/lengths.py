@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.canvas import runs
-from lopa_ascend.decode.strategy import Final, Start, Strategy
+from lopa_ascend.decode.strategy import Final, SequenceStart, Strategy
 from lopa_ascend.types import Fill, GappedText, RowResult, SequencePlan, StepRecord
 
 SMALLEST = 1e-30
@@ -137,7 +137,7 @@ class Measuring(Strategy):
         decoding: becomes the ``successor`` when all lengths are found.
     """
 
-    def __init__(self, start: Start, decoding: type[Strategy]) -> None:
+    def __init__(self, start: SequenceStart, decoding: type[Strategy]) -> None:
         super().__init__(start)
         assert start.gapped is not None
         self._start, self._decoding = start, decoding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lopa_ascend.decode.block_pipeline import BlockPipeline
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.canvas import Parallel
-from lopa_ascend.decode.strategy import Start, Strategy
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.types import Fill, RowPlan, SequencePlan
 
 
@@ -37,6 +37,6 @@ class MaskedCanvas(Parallel):
         return [], 0
 
 
-def begin_masked(start: Start) -> Strategy:
+def begin_masked(start: SequenceStart) -> Strategy:
     """As ``begin``, for one pass over ``params.max_new_tokens`` masks, which see what they see in the decoding."""
     return MaskedWindow(start) if start.params.is_pipelined else MaskedCanvas(start)

@@ -40,7 +40,7 @@ if no position before it is masked; and ``Update.gap_ends``."""
 
 
 @dataclass(frozen=True)
-class Start:
+class SequenceStart:
     """What the decoding of a sequence begins with."""
 
     prompt: Sequence[int]
@@ -126,7 +126,7 @@ class Strategy(ABC):
     editing: NoEditing = NO_EDITING
     successor: Strategy | None = None
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: SequenceStart) -> None:
         self.params = params = start.params
         self.properties = properties = start.properties
         self.prompt = prompt = tuple(start.prompt)

@@ -27,7 +27,7 @@ from lopa_ascend.decode import begin
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.decode.constraint import Constraint, Matcher
 from lopa_ascend.decode.masked import begin_masked
-from lopa_ascend.decode.strategy import Start
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.decode.thinking import ThinkingMatcher
 from lopa_ascend.engine.commands import Abort, Admit, Generate, StartProfile, StopProfile
 from lopa_ascend.engine.leader import Leader, Order, end_processes
@@ -570,7 +570,7 @@ def start_sequence(
         if (thinking := request.params.structured_outputs.thinking) is not None:
             matcher = ThinkingMatcher(matcher, thinking, num_token_ids)
         constraint = Constraint(matcher, ends)
-    start = Start(
+    start = SequenceStart(
         prompt=request.prompt,
         params=request.params,
         mask=model.mask_token_id,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lopa_ascend.config import DecodingParams, Limits
 from lopa_ascend.core import Request, Sequence, Step
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.strategy import Start
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.engine.scheduler import Scheduler, prefix_key
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables
 from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry
@@ -104,7 +104,9 @@ class Paper:
 
     def begin(self, request: Request, page_tables: PageTables, entry: PrefixEntry | None) -> Sequence:
         num_cached = 0 if entry is None else entry.num_positions
-        strategy = begin(Start(request.prompt, request.params, 999, frozenset(), num_cached, request.properties))
+        strategy = begin(
+            SequenceStart(request.prompt, request.params, 999, frozenset(), num_cached, request.properties)
+        )
         sequence = Sequence(request, strategy, Scoring("max_prob", 999, 999), page_tables, num_cached)
         self.ask(sequence, num_cached)
         return sequence

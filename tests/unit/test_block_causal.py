@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lopa_ascend.config import DecodingParams, Limits, ParameterError
 from lopa_ascend.config.settings import ContextLengthError
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.strategy import Start
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.types import DREAM, ModelProperties, RowPlan, RowResult
 from tests.answers import final_tokens
 
@@ -62,7 +62,7 @@ def test_decisions_are_the_published_ones(path: Path) -> None:
     trace = json.loads(path.read_text())
     properties = FAMILIES[trace["family"]]
     strategy = begin(
-        Start(
+        SequenceStart(
             trace["prompt_ids"],
             params_of(trace),
             trace["mask_token_id"],
@@ -145,7 +145,7 @@ def test_every_plan_keeps_to_the_grid(
         ignore_eos=True,
     )
     properties = ModelProperties(logit_shift=shift, attention="block_causal")
-    strategy = begin(Start(range(prompt), params, 999, frozenset(), properties=properties))
+    strategy = begin(SequenceStart(range(prompt), params, 999, frozenset(), properties=properties))
     assert (strategy.origin, strategy.limit % size) == (prompt // size * size, 0)
     while (plan := strategy.plan()) is not None:
         results = []

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
-from lopa_ascend.decode.strategy import Start
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.types import Fill, RowResult, SequencePlan
 from tests.answers import final_tokens
 
@@ -40,7 +40,7 @@ def test_threshold_count_is_the_published_comparison(fraction: float, length: in
 
 
 def test_round_one_is_prefill_and_first_step_in_one() -> None:
-    plan = planned(begin(Start([1, 2, 3], params(), MASK, frozenset())))
+    plan = planned(begin(SequenceStart([1, 2, 3], params(), MASK, frozenset())))
     assert (plan.start, plan.num_new) == (0, 3)
     assert plan.rows[0].tokens == (1, 2, 3, MASK, MASK, MASK, MASK)
     assert plan.rows[0].entry_ends == (3, 7)
@@ -48,20 +48,20 @@ def test_round_one_is_prefill_and_first_step_in_one() -> None:
 
 
 def test_full_attention_is_one_entry() -> None:
-    plan = planned(begin(Start([1, 2, 3], params(window_attention="full"), MASK, frozenset())))
+    plan = planned(begin(SequenceStart([1, 2, 3], params(window_attention="full"), MASK, frozenset())))
     assert plan.rows[0].entry_ends == (7,)
     assert plan.winner_commits
 
 
 def test_fallback_takes_the_most_confident_then_the_earliest() -> None:
-    strategy = begin(Start([1], params(), MASK, frozenset()))
+    strategy = begin(SequenceStart([1], params(), MASK, frozenset()))
     record = strategy.absorb(planned(strategy), results(planned(strategy)), 0, 0)
     assert [fill.position for fill in record.fills] == [1]
     assert record.fallbacks == 1
 
 
 def test_a_block_that_is_not_fully_activated_is_not_forced() -> None:
-    strategy = begin(Start([1], params(tau_add=0.25), MASK, frozenset()))
+    strategy = begin(SequenceStart([1], params(tau_add=0.25), MASK, frozenset()))
     strategy.absorb(planned(strategy), results(planned(strategy)), 0, 0)
     plan = planned(strategy)
     assert len(plan.rows[0].masked) == 3 + 4
@@ -72,16 +72,16 @@ def test_a_block_that_is_not_fully_activated_is_not_forced() -> None:
 def test_tau_conf_is_strict_and_compared_in_float32() -> None:
     just = DecodingParams(decoding="d2f", block_size=4, max_new_tokens=4, tau_conf=0.9)
     at = 0.8999999761581421  # float32(0.9)
-    strategy = begin(Start([1], just, MASK, frozenset()))
+    strategy = begin(SequenceStart([1], just, MASK, frozenset()))
     record = strategy.absorb(planned(strategy), results(planned(strategy), at), 0, 0)
     assert (len(record.fills), record.fallbacks) == (1, 1)
-    strategy = begin(Start([1], just, MASK, frozenset()))
+    strategy = begin(SequenceStart([1], just, MASK, frozenset()))
     record = strategy.absorb(planned(strategy), results(planned(strategy), 0.9000000357627869), 0, 0)
     assert (len(record.fills), record.fallbacks) == (4, 0)
 
 
 def test_last_block_is_cut_to_max_new_tokens() -> None:
-    strategy = begin(Start([1], params(max_new_tokens=6), MASK, frozenset()))
+    strategy = begin(SequenceStart([1], params(max_new_tokens=6), MASK, frozenset()))
     while (plan := strategy.plan()) is not None:
         strategy.absorb(plan, results(plan, 0.95), 0, 0)
     assert [block.length for block in strategy.answer.blocks] == [1, 4, 2]
@@ -89,7 +89,7 @@ def test_last_block_is_cut_to_max_new_tokens() -> None:
 
 
 def test_eos_stops_block_adding_and_ends_the_visible_text() -> None:
-    strategy = begin(Start([1], params(), MASK, frozenset([EOS])))
+    strategy = begin(SequenceStart([1], params(), MASK, frozenset([EOS])))
     plan = planned(strategy)
     row = RowResult((1, EOS, 1, 1), (0.95, 0.95, 0.2, 0.2), (0.95, 0.95, 0.2, 0.2))
     strategy.absorb(plan, [row], 0, 0)
@@ -100,7 +100,7 @@ def test_eos_stops_block_adding_and_ends_the_visible_text() -> None:
 
 def test_a_lookahead_branch_without_masks_has_won() -> None:
     lopa = DecodingParams(block_size=4, max_new_tokens=4, num_branches=2)
-    strategy = begin(Start([1], lopa, MASK, frozenset()))
+    strategy = begin(SequenceStart([1], lopa, MASK, frozenset()))
     plan = planned(strategy)
     row = RowResult((1, 2, 3, 4), (0.95, 0.95, 0.95, 0.2), (0.95, 0.95, 0.95, 0.2))
     strategy.absorb(plan, [row], 0, 0)
@@ -111,7 +111,7 @@ def test_a_lookahead_branch_without_masks_has_won() -> None:
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_max_active_blocks_bounds_the_window(limit: int) -> None:
-    strategy = begin(Start([1], params(max_active_blocks=limit, max_new_tokens=32), MASK, frozenset()))
+    strategy = begin(SequenceStart([1], params(max_active_blocks=limit, max_new_tokens=32), MASK, frozenset()))
     seen = set()
     while (plan := strategy.plan()) is not None:
         blocks = strategy.branches[-1].blocks

@@ -15,7 +15,7 @@ from lopa_ascend.decode import begin, register_decoding
 from lopa_ascend.decode.block_pipeline import BlockPipeline
 from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.lengths import LengthSearch, Measuring
-from lopa_ascend.decode.strategy import Start, Strategy
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.types import DREAM, GappedText, RowResult, SequencePlan, StepRecord
@@ -27,7 +27,7 @@ EOS = 7
 
 def start(prompt: int = 3, **values: Any) -> Strategy:
     fields: dict[str, Any] = {"decoding": "parallel", "block_size": 4, "max_new_tokens": 10, **values}
-    return begin(Start([1] * prompt, DecodingParams(**fields), MASK, frozenset([EOS])))
+    return begin(SequenceStart([1] * prompt, DecodingParams(**fields), MASK, frozenset([EOS])))
 
 
 def one_pass(
@@ -90,7 +90,7 @@ def test_a_window_of_several_blocks_opens_as_they_are_filled() -> None:
 def test_a_pass_for_llada_fills_the_best_position_of_its_window() -> None:
     for properties, filled in ((DREAM, [3]), (LLADA, [3, 8])):
         params = DecodingParams(decoding="parallel", block_size=4, tau_add=0.0, max_active_blocks=2, max_new_tokens=8)
-        strategy = begin(Start([1] * 3, params, MASK, frozenset([EOS]), properties=properties))
+        strategy = begin(SequenceStart([1] * 3, params, MASK, frozenset([EOS]), properties=properties))
         assert [fill.position for fill in one_pass(strategy, {8: 0.5})[1].fills] == filled
 
 
@@ -127,13 +127,13 @@ def test_the_factor_for_llada_takes_the_last_mask_too() -> None:
     params = DecodingParams(decoding="parallel", block_size=3, acceptance="factor", max_new_tokens=3)
     for probs, filled in (({}, [3]), ({3: 0.9, 4: 0.9}, [3, 4, 5]), ({3: 0.9}, [3])):
         for properties, expected in ((LLADA, filled), (DREAM, filled[:2])):
-            strategy = begin(Start([1] * 3, params, MASK, frozenset([EOS]), properties=properties))
+            strategy = begin(SequenceStart([1] * 3, params, MASK, frozenset([EOS]), properties=properties))
             assert [fill.position for fill in one_pass(strategy, probs)[1].fills] == expected
 
 
 def test_fast_dllm_for_llada_fills_in_its_first_pass() -> None:
     params = DecodingParams(decoding="fast_dllm", block_size=4, max_new_tokens=8)
-    strategy = begin(Start([1] * 3, params, MASK, frozenset([EOS]), properties=LLADA))
+    strategy = begin(SequenceStart([1] * 3, params, MASK, frozenset([EOS]), properties=LLADA))
     plan, record = one_pass(strategy, {4: 0.95, 6: 0.95})
     assert (plan.start, plan.rows[0].masked, [fill.position for fill in record.fills]) == (0, (3, 4, 5, 6), [4, 6])
     plan, _ = one_pass(strategy)
@@ -255,7 +255,9 @@ def start_with_gaps(canvas: list[int], flexible: tuple[int, ...] = (), **values:
     canvas = [token or MASK for token in canvas]
     fields: dict[str, Any] = {"decoding": "parallel", "block_size": 4, "max_new_tokens": len(canvas), **values}
     return begin(
-        Start([1] * 3, DecodingParams(**fields), MASK, frozenset([EOS]), gapped=GappedText(tuple(canvas), flexible))
+        SequenceStart(
+            [1] * 3, DecodingParams(**fields), MASK, frozenset([EOS]), gapped=GappedText(tuple(canvas), flexible)
+        )
     )
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.strategy import Start
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.types import RowResult, SequencePlan
 from tests.answers import final_tokens
 from tests.tiers import examples
@@ -47,7 +47,7 @@ def answer(plan: SequencePlan, seed: int, round_: int) -> list[RowResult]:
 def drive(setup: dict, seed: int, finish: bool):
     """Yields (strategy, record) after each step."""
     params = DecodingParams(**setup, finish_at_eos=finish)
-    strategy = begin(Start([1, 2, 3], params, MASK, frozenset([EOS])))
+    strategy = begin(SequenceStart([1, 2, 3], params, MASK, frozenset([EOS])))
     while (plan := strategy.plan()) is not None:
         yield strategy, strategy.absorb(plan, answer(plan, seed, strategy.num_forwards), 0, 0)
     yield strategy, None
@@ -97,7 +97,7 @@ def test_what_is_final_only_grows(setup: dict, seed: int) -> None:
 @given(setups, st.integers(0, 10**6))
 def test_plans_are_consistent(setup: dict, seed: int) -> None:
     params = DecodingParams(**setup)
-    strategy = begin(Start([1, 2, 3], params, MASK, frozenset([EOS])))
+    strategy = begin(SequenceStart([1, 2, 3], params, MASK, frozenset([EOS])))
     while (plan := strategy.plan()) is not None:
         assert strategy.plan() == plan, "a plan changes nothing"
         assert 1 <= len(plan.rows) <= plan.max_rows == 1 + params.lookaheads

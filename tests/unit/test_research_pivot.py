@@ -10,7 +10,7 @@ import pytest
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.strategy import Start, Strategy
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.types import Alternatives, RowPlan, RowResult, SequencePlan, StepRecord
 from tests import research
 from tests.answers import final_tokens
@@ -42,7 +42,7 @@ def started(rows: list[tuple[float, Alternatives]], **changes: Any) -> Strategy:
     """
     fields = {"block_size": len(rows), "max_new_tokens": len(rows), "tau_conf": 1.0, "num_branches": 2, **changes}
     params = DecodingParams.of(decoding="pivot", top_logprobs=2, **fields)
-    strategy = begin(Start([1], params, MASK, frozenset([EOS])))
+    strategy = begin(SequenceStart([1], params, MASK, frozenset([EOS])))
     plan = strategy.plan()
     assert plan is not None
     best = [tokens[0] for _, tokens in rows]

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from lopa_ascend.config import DecodingParams, Limits, ParameterError
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.constraint import Constraint
-from lopa_ascend.decode.strategy import Start
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.decode.thinking import ThinkingMatcher
 from lopa_ascend.serve.http.body import read_body
 from lopa_ascend.serve.http.encoding import pieces
@@ -324,7 +324,7 @@ def test_decodings_think_as_long_as_they_may_and_answer_then(options: dict[str, 
     rng, end = random.Random(3), 316
     params = DecodingParams.of(max_new_tokens=64, block_size=8, structured_outputs={"regex": WORD}, **options)
     constraint = Constraint(matcher(Thinking(is_open, (OPEN,), (CLOSE,), 10)), [end])
-    strategy = begin(Start((1, 2), params, 319, frozenset([end]), properties=DREAM, constraint=constraint))
+    strategy = begin(SequenceStart((1, 2), params, 319, frozenset([end]), properties=DREAM, constraint=constraint))
     thinks = [OPEN, *ENCODED("abcdefgh")]
     while (plan := strategy.plan()) is not None:
         results = []
