@@ -115,7 +115,7 @@ class Sequence:
     @property
     def in_prefill(self) -> bool:
         """Whether the next step computes the prompt for the first time."""
-        return self.strategy.in_prefill
+        return not self.strategy.num_forwards and self.num_committed < self.request.origin
 
     @property
     def num_reserved(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.constraint import Constraint
-from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.families import FAMILIES
 from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.tokenizer import Tokenizer
@@ -67,12 +67,16 @@ class Passes:
 
     def start(self, form: Form, **options: Any) -> Strategy:
         params = DecodingParams(**{"max_new_tokens": 512, "block_size": 16, **options}, structured_outputs=form)
-        assert params.structured_outputs is not None
         family = "sdar" if params.block_size == 4 else "Fast_dLLM_Qwen"
         is_dream = params.block_size != 4 and "fast_dllm_v2" not in (params.decoding, params.base)
         properties = DREAM if is_dream else FAMILIES[family].properties
-        constraint = Rounds(self.grammars.matcher(params.structured_outputs, self.ends), self.ends)
-        return begin(PROMPT, params, self.mask, frozenset(self.ends), properties=properties, constraint=constraint)
+        ends, constraint = frozenset(self.ends), self.constraint(form)
+        return begin(SequenceStart(PROMPT, params, self.mask, ends, properties=properties, constraint=constraint))
+
+    def constraint(self, form: Form) -> Constraint:
+        grammar = DecodingParams(structured_outputs=form).structured_outputs
+        assert grammar is not None
+        return Rounds(self.grammars.matcher(grammar, self.ends), self.ends)
 
     def predicted(self, strategy: Strategy, row: RowPlan, seed: str) -> RowResult:
         """What is first is among what fits, and by preference ends something. Equal rows get equal predictions, and
@@ -82,7 +86,7 @@ class Passes:
         draws = [draw if rng.random() < 0.8 else rng for draw in usual]
         tokens = [draw.choice(self._likely) for draw in draws]
         if row.masked:
-            fitting = members(strategy.allowed(row))
+            fitting = members(strategy.grammar.allowed(strategy.anchor, row))
             ending = [token for token in fitting if token in self._ending]
             if tokens[0] not in fitting or draws[0].random() < 0.5:
                 tokens[0] = draws[0].choice(ending if ending and rng.random() < 0.5 else fitting)

@@ -7,42 +7,29 @@ steps do the same with tensors (``graph/policy``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from lopa_ascend.config import DecodingParams, add_decoding
+from lopa_ascend.config import add_decoding
 from lopa_ascend.decode.block_pipeline import BlockPipeline
-from lopa_ascend.decode.canvas import Canvas, Parallel
-from lopa_ascend.decode.constraint import Constraint
+from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.fast_dllm import FastDllm
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
+from lopa_ascend.decode.lengths import Measuring
 from lopa_ascend.decode.lopa import Lopa, LopaFastDllm, LopaFastDllmV2, LopaParallel
-from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
-from lopa_ascend.types import DREAM, GappedText, ModelProperties
 
 add_decoding("lopa", Lopa, VerifiedLopa, ExactLopa, LopaParallel, LopaFastDllm, LopaFastDllmV2)
 for strategy in (BlockPipeline, Parallel, Vanilla, FastDllm, FastDllmV2):
     add_decoding(strategy.base, strategy)
 
 
-def begin(
-    prompt: Sequence[int],
-    params: DecodingParams,
-    mask: int,
-    eos: frozenset[int],
-    num_committed: int = 0,
-    properties: ModelProperties = DREAM,
-    constraint: Constraint | None = None,
-    gapped: GappedText | None = None,
-) -> Strategy:
-    """The strategy that ``params`` names, at the start of a sequence; for the arguments see ``Strategy``, for the
-    last one ``Canvas``."""
-    strategy: type[Strategy] = params.strategy
-    if gapped is not None:
-        assert issubclass(strategy, Canvas), "Limits.check_gaps refuses the others"
-        return strategy(prompt, params, mask, eos, num_committed, properties, constraint, gapped)
-    return strategy(prompt, params, mask, eos, num_committed, properties, constraint)
+def begin(start: SequenceStart) -> Strategy:
+    """The strategy that ``start.params`` names, at the start of a sequence."""
+    strategy: type[Strategy] = start.params.strategy
+    if start.gapped is None:
+        return strategy(start)
+    assert strategy.fills_gaps, "Limits.check_gaps refuses the others"
+    return Measuring(start, strategy) if start.gapped.flexible else strategy(start)
 
 
 def register_decoding(name: str, strategy: type[Strategy]) -> None:

@@ -104,6 +104,17 @@ def factor(params: DecodingParams) -> Rule:
     return accept
 
 
+def to_the_last(rule: Rule) -> Rule:
+    """Fast-dLLM's "factor" for LLaDA: the first prediction counts as accepted, and the last one is accepted as soon as
+    all others are."""
+
+    def accept(predictions: Sequence[Fill]) -> list[Fill]:
+        accepted = rule(predictions)
+        return list(predictions) if max(1, len(accepted)) == len(predictions) - 1 else accepted
+
+    return accept
+
+
 def entropy(params: DecodingParams) -> Rule:
     """The rule "entropy", whose confidences are negative entropies."""
     least = float32(-params.max_entropy)
@@ -121,6 +132,28 @@ RULES: dict[str, Callable[[DecodingParams], Rule]] = {
 def acceptance_rule(params: DecodingParams) -> Rule:
     """The rule that ``params.acceptance`` names."""
     return RULES[params.acceptance](params)
+
+
+def filled_in(
+    predictions: Sequence[Fill], accepted: list[Fill], least: int = 0, first: int | None = None
+) -> tuple[list[Fill], int]:
+    """What a pass fills in a block, and how much of it no rule has accepted.
+
+    Args:
+        predictions: for the block's masked positions.
+        accepted: those that the rule accepts.
+        least: if the rule accepts fewer, the most confident predictions are filled instead.
+        first: the position that is filled in any case if it is the block's first masked one.
+    """
+    if first is not None and predictions and predictions[0].position == first:
+        forced, *others = predictions
+        rest = [fill for fill in accepted if fill is not forced]
+        if len(rest) + 1 < least:
+            rest = most_confident(others, least - 1)
+        return [forced, *rest], sum(fill not in accepted for fill in (forced, *rest))
+    if len(accepted) >= least:
+        return accepted, 0
+    return most_confident(predictions, least), least - len(accepted)
 
 
 def most_confident(predictions: Sequence[Fill], count: int = 1) -> list[Fill]:

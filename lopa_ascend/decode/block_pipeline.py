@@ -9,10 +9,11 @@ from typing import ClassVar
 from lopa_ascend.config.combinations import Rule
 from lopa_ascend.config.kinds import Choice, Integer, Number
 from lopa_ascend.config.settings import GraphSupport, research
-from lopa_ascend.decode.acceptance import COMBINATIONS, BlockParams, float32
+from lopa_ascend.decode.acceptance import COMBINATIONS, BlockParams, filled_in
 from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
-from lopa_ascend.decode.strategy import Strategy
-from lopa_ascend.types import Edit, Fill, RowPlan, RowResult, SequencePlan
+from lopa_ascend.decode.editing import Editing
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
+from lopa_ascend.types import Fill, RowPlan, SequencePlan
 
 WINDOW_ATTENTIONS = ("block_causal", "full")
 
@@ -61,6 +62,12 @@ class BlockPipeline(Strategy):
         Rule("editing_threshold", "max_thinking_tokens", (None,)),
     )
 
+    def __init__(self, start: SequenceStart) -> None:
+        params = start.params
+        if params.editing_threshold is not None:
+            self.editing = Editing(params.editing_threshold, params.max_post_steps, start.mask)
+        super().__init__(start)
+
     # ---- before a forward pass -------------------------------------------------------------------------------------
 
     def plan(self) -> SequencePlan | None:
@@ -81,8 +88,8 @@ class BlockPipeline(Strategy):
             prefix_length=max(self.num_committed, self.origin),
         )
 
-    def settle(self, branch: Branch) -> Branch:
-        return branch.settle()
+    def finish_pass(self, branch: Branch) -> Branch:
+        return branch.finish_blocks()
 
     def open(self, branch: Branch) -> Branch:
         """Opens another block, if the branch may have one (SPEC section 2, step a), and activates blocks (step b)."""
@@ -91,8 +98,7 @@ class BlockPipeline(Strategy):
     def extend(self, branch: Branch) -> Branch:
         if not self._may_open(branch):
             return branch
-        checks = 0 if self.own.editing_threshold is None else self.own.max_post_steps
-        return branch.open_block(min(self.params.block_size, self.limit - branch.end), self.mask, checks)
+        return branch.open_block(min(self.params.block_size, self.limit - branch.end), self.mask, self.editing.checks)
 
     def _may_open(self, branch: Branch) -> bool:
         last = branch.blocks[-1]
@@ -116,11 +122,7 @@ class BlockPipeline(Strategy):
                 position = min(fill.position for fill in branch.own_fills)
                 compute_from = next(block.start for block in window if position < block.end)
             entry_ends = self._entry_ends(window)
-        predicted = branch.masked_positions(self.mask)
-        if self._edits:
-            predicted = [
-                p for block in branch.active_blocks() for p in range(max(block.start, branch.first), block.end)
-            ]
+        predicted = self.editing.predicted_positions(branch, branch.masked_positions(self.mask))
         return RowPlan(self.num_committed, tokens, compute_from, entry_ends, tuple(predicted))
 
     def _entry_ends(self, window: Sequence[Block]) -> tuple[int, ...]:
@@ -142,54 +144,17 @@ class BlockPipeline(Strategy):
         """
         chosen: list[Fill] = []
         fallbacks = 0
-        predicted = self.of_masks(branch, predicted)
+        predicted = self.editing.of_masks(branch, predicted)
+        first = self.grammar.must_fill(branch)
         for block in branch.active_blocks():
             in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
             wanted = min(self._num_wanted_in(block), len(in_block)) if block.activated else 0
-            filled, num_fallbacks = self.accept_in(branch, in_block, wanted)
+            filled, num_fallbacks = filled_in(in_block, self.accept(in_block), wanted, first)
             if self.own.acceptance == "sequential":  # which accepts none
                 filled, num_fallbacks = in_block[:wanted], wanted
             chosen += filled
             fallbacks += num_fallbacks
         return chosen, fallbacks
-
-    def edits(self, branch: Branch, predicted: list[Fill]) -> list[Edit]:
-        """With ``editing_threshold`` the filled positions whose prediction is another token, and sure enough."""
-        if not self._edits:
-            return []
-        least = float32(self.own.editing_threshold or 0.0)
-        held = [self._held(branch, fill) for fill in predicted]
-        return [
-            Edit(fill.position, fill.token, fill.max_prob, fill.confidence, token)
-            for fill, token in zip(predicted, held, strict=True)
-            if token not in (self.mask, fill.token) and fill.max_prob > least
-        ]
-
-    def _held(self, branch: Branch, fill: Fill) -> int:
-        """The token id that a branch has in a position."""
-        return branch.tokens[fill.position - branch.first]
-
-    @property
-    def _edits(self) -> bool:
-        """Whether filled positions of the open block may change."""
-        return self.own.editing_threshold is not None
-
-    @property
-    def firm_tokens(self) -> tuple[int, ...]:
-        if not self._edits:
-            return super().firm_tokens
-        final = [block.end for block in self.answer.blocks if block.state is not BlockState.ACTIVE]
-        return super().firm_tokens[: max(0, final[-1] - self.answer.first)]
-
-    def of_masks(self, branch: Branch, predicted: list[Fill]) -> list[Fill]:
-        if not self._edits:
-            return predicted
-        return [fill for fill in predicted if self._held(branch, fill) == self.mask]
-
-    def scored(self, branch: Branch, row: RowPlan, result: RowResult) -> Sequence[float]:
-        if not self._edits:
-            return result.confidences
-        return [fill.confidence for fill in self.of_masks(branch, self.predicted(row, result))]
 
     def _num_wanted_in(self, block: Block) -> int:
         """Positions that a fully activated block must fill in its next pass: 1, or with ``denoising_steps`` its share

@@ -96,6 +96,10 @@ class Branch:
         """Positions that are not filled."""
         return sum(block.masks for block in self.blocks)
 
+    def token_at(self, position: int) -> int:
+        """The token id in a generated position."""
+        return self.tokens[position - self.first]
+
     def active_blocks(self) -> list[Block]:
         return [block for block in self.blocks if block.state is BlockState.ACTIVE]
 
@@ -230,7 +234,7 @@ class Branch:
                 blocks[i] = replace(block, activated=True)
         return replace(self, blocks=tuple(blocks))
 
-    def settle(self) -> Branch:
+    def finish_blocks(self) -> Branch:
         """With the states of the blocks after a forward pass, which counts for the fully activated ones: TO_CACHE
         becomes IN_CACHE, and an active block that is not open becomes TO_CACHE unless an earlier one is active."""
         blocks = []

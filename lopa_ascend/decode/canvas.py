@@ -6,35 +6,18 @@ others see. So these strategies commit nothing: a pass computes prompt and canva
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import ClassVar
 
-from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.kinds import Boolean
 from lopa_ascend.config.settings import research
-from lopa_ascend.decode.acceptance import COMBINATIONS, BlockParams, most_confident
+from lopa_ascend.decode.acceptance import COMBINATIONS, BlockParams, filled_in, most_confident, to_the_last
 from lopa_ascend.decode.blocks import Block, Branch, threshold_count
-from lopa_ascend.decode.constraint import Constraint
-from lopa_ascend.decode.lengths import GapLengths
-from lopa_ascend.decode.strategy import Only, Strategy
-from lopa_ascend.types import (
-    DREAM,
-    BranchRecord,
-    Fill,
-    GappedText,
-    ModelProperties,
-    RowPlan,
-    RowResult,
-    SequencePlan,
-    StepRecord,
-)
-
-SMALLEST = 1e-30
-"""A lower probability counts as this one where logarithms are averaged."""
+from lopa_ascend.decode.strategy import Final, Only, SequenceStart, Strategy
+from lopa_ascend.types import Fill, ModelProperties, RowPlan, SequencePlan
 
 
 class Canvas(Strategy):
@@ -45,9 +28,6 @@ class Canvas(Strategy):
 
     Attributes:
         gaps: the places of the runs of masks among the generated positions.
-
-    Args:
-        gapped: the canvas; None: masks alone.
     """
 
     fills_gaps = True
@@ -58,59 +38,28 @@ class Canvas(Strategy):
         """Those that attend to all positions."""
         return not properties.is_block_causal
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        params: DecodingParams,
-        mask: int,
-        eos: frozenset[int],
-        num_committed: int = 0,
-        properties: ModelProperties = DREAM,
-        constraint: Constraint | None = None,
-        gapped: GappedText | None = None,
-    ) -> None:
-        assert not num_committed, "the keys and values of the prompt depend on the canvas"
-        super().__init__(prompt, params, mask, eos, num_committed, properties, constraint)
-        self._has_gaps = gapped is not None
-        self._ends_early = params.finish_at_eos and constraint is None
+    def __init__(self, start: SequenceStart) -> None:
+        assert not start.num_committed, "the keys and values of the prompt depend on the canvas"
+        super().__init__(start)
+        params, self._has_gaps = start.params, start.gapped is not None
+        self._ends_early = params.finish_at_eos and not self.grammar.binds
         self._ends_early &= self._has_gaps or (params.max_active_blocks or 1) > 1
-        self._lengths: GapLengths | None = None
-        """Set while the lengths of gaps are not known."""
-        self._prompt_alone = self.anchor
-        tokens: Sequence[int] = [mask] * params.max_new_tokens
-        if gapped is not None:
-            tokens = gapped.tokens
-            if gapped.flexible:
-                self._lengths = GapLengths(_runs(tokens, mask), gapped.flexible, mask)
-                tokens = self._lengths.canvas
-        self._lay_out(tokens)
-
-    def _lay_out(self, canvas: Sequence[int]) -> None:
-        """Makes the canvas, in blocks, the anchor."""
-        branch, gaps = self._prompt_alone, list[range]()
-        for tokens in _runs(canvas, self.mask):
+        canvas = (self.mask,) * params.max_new_tokens if start.gapped is None else start.gapped.tokens
+        branch, gaps = self.anchor, list[range]()
+        for tokens in runs(canvas, self.mask):
             place = len(branch.tokens)
             if tokens[0] != self.mask:
                 branch = branch.open_given(tokens)
                 continue
             gaps.append(range(place, place + len(tokens)))
-            for start in range(0, len(tokens), self.params.block_size):
-                branch = branch.open_block(min(self.params.block_size, len(tokens) - start), self.mask)
+            for offset in range(0, len(tokens), params.block_size):
+                branch = branch.open_block(min(params.block_size, len(tokens) - offset), self.mask)
         self.gaps, self.branches = tuple(gaps), (branch,)
 
     @property
     def gap_length(self) -> int:
         """Positions of all gaps."""
         return sum(map(len, self.gaps))
-
-    @property
-    def is_measuring(self) -> bool:
-        """Whether the next pass scores a length of a gap, and fills nothing."""
-        return self._lengths is not None
-
-    @property
-    def in_prefill(self) -> bool:
-        return not self.num_forwards
 
     @property
     def num_opened(self) -> int:
@@ -120,11 +69,7 @@ class Canvas(Strategy):
         is_final = self.known_winner is not None or (self.params.finish_at_eos and self.visible_is_final())
         if is_final or not self.anchor.masks:
             return None
-        if self._lengths is None:
-            rows = tuple(self._row(branch) for branch in self.branches)
-        else:
-            masked = [self.anchor.first + place for place in self._lengths.places]
-            rows = (self._whole_row(self.anchor, masked),)
+        rows = tuple(self._row(branch) for branch in self.branches)
         return SequencePlan(
             start=rows[-1].start,
             num_new=0,
@@ -134,34 +79,6 @@ class Canvas(Strategy):
             prefix_length=rows[-1].start,
         )
 
-    def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
-        if self._lengths is None:
-            return super().absorb(plan, results, model_tokens, head_rows)
-        (row,), (result,) = plan.rows, results
-        mean = sum(math.log(max(prob, SMALLEST)) for prob in result.max_probs) / len(result.max_probs)
-        self._lengths.take(mean)
-        self._lay_out(self._lengths.canvas)
-        given = list[Fill]()
-        if self._lengths.is_done:
-            self._lengths, answer = None, self.anchor
-            tokens = enumerate(answer.tokens, answer.first)
-            given = [Fill(position, token, 1.0, 1.0) for position, token in tokens if token != self.mask]
-        record = StepRecord(
-            index=self.num_forwards,
-            span=(row.start, row.end),
-            cache_length=0,
-            committed=0,
-            branches=(BranchRecord((), self._prompt_alone.end, len(row.masked), mean),),
-            winner=0,
-            fills=(),
-            fallbacks=0,
-            model_tokens=model_tokens,
-            head_rows=head_rows,
-            forced=tuple(given),
-        )
-        self.num_forwards += 1
-        return record
-
     @abstractmethod
     def _row(self, branch: Branch) -> RowPlan:
         """What the next pass computes of a branch."""
@@ -170,7 +87,7 @@ class Canvas(Strategy):
         """The row that computes prompt and canvas, and predicts the positions ``masked``."""
         return RowPlan(0, (*self.prompt, *branch.tokens), 0, (branch.end,), tuple(masked))
 
-    def settle(self, branch: Branch) -> Branch:
+    def finish_pass(self, branch: Branch) -> Branch:
         """Ends gaps behind a token that ends the answer."""
         return self._ended(branch) if self._ends_early and branch.eos else branch
 
@@ -192,24 +109,13 @@ class Canvas(Strategy):
 
     # ---- what is final: of a text with gaps what is in them ----------------------------------------------------------
 
-    def final_tokens(self) -> list[int]:
+    def final(self) -> Final:
         if not self._has_gaps:
-            return super().final_tokens()
-        tokens = self.answer.tokens
-        return [tokens[place] for place in self.final_places()]
-
-    def final_places(self) -> Sequence[int]:
-        if not self._has_gaps:
-            return super().final_places()
-        return [place for places, _ in self._final_gaps() for place in places]
-
-    @property
-    def gap_ends(self) -> tuple[tuple[int, int | None], ...]:
-        if not self._has_gaps:
-            return ()
-        found = self._final_gaps()
-        complete = found[:-1] if self.answer.masks else found
-        return tuple(zip(accumulate(len(places) for places, _ in complete), (end for _, end in complete), strict=True))
+            return super().final()
+        found, is_whole = self._final_gaps(), not self.answer.masks
+        complete = found if is_whole else found[:-1]
+        ends = zip(accumulate(len(places) for places, _ in complete), (end for _, end in complete), strict=True)
+        return [place for places, _ in found for place in places], found[-1][1] if is_whole else None, tuple(ends)
 
     def _final_gaps(self) -> list[tuple[range, int | None]]:
         """For each gap up to the first with a mask, that one included: its final places, and the token that ends it."""
@@ -222,12 +128,6 @@ class Canvas(Strategy):
             if mask is not None:
                 break
         return found
-
-    def end_reached(self) -> int | None:
-        """In a text with gaps what ends the last gap."""
-        if not self._has_gaps:
-            return super().end_reached()
-        return None if self.answer.masks else self._final_gaps()[-1][1]
 
     def visible_is_final(self) -> bool:
         return not self.answer.masks if self._has_gaps else super().visible_is_final()
@@ -264,6 +164,12 @@ class Parallel(Canvas):
     only: ClassVar[Only] = {"acceptance": ("threshold", "factor", "entropy")}
     rules = COMBINATIONS
 
+    def __init__(self, start: SequenceStart) -> None:
+        super().__init__(start)
+        self._eos_last = self.own.eos_last and not self.grammar.binds
+        if self.properties.fills_as_llada and self.own.acceptance == "factor":
+            self._rule = to_the_last(self._rule)
+
     @property
     def num_counted(self) -> int:
         return first_masked(self.anchor).start - len(self.prompt)
@@ -284,32 +190,34 @@ class Parallel(Canvas):
             window.append(block)
         return window
 
-    def accept(self, predicted: Sequence[Fill]) -> list[Fill]:
-        """What the rule lets through. Fast-dLLM's "factor" for LLaDA takes the first prediction in any case, and the
-        last one as soon as it comes to it."""
-        accepted = super().accept(predicted)
-        takes_last = self.properties.fills_as_llada and self.own.acceptance == "factor"
-        return list(predicted) if takes_last and max(1, len(accepted)) == len(predicted) - 1 else accepted
-
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         chosen: list[Fill] = []
         fallbacks, window = 0, self._window(branch)
-        for block in window:
-            in_block = predicted
-            if len(window) > 1:
-                in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
-            eos_last = self.own.eos_last and self.constraint is None  # a grammar says where the answer ends
-            late = [fill for fill in in_block if fill.token in self.ends] if eos_last else []
-            early = [fill for fill in in_block if fill not in late] if late else in_block
-            wanted = min(self._num_wanted(block), len(in_block)) if block is window[0] else 0
-            num_late = max(0, wanted - len(early))
-            filled, num_fallbacks = self.accept_in(branch, early, wanted - num_late)
-            chosen += sorted([*filled, *late[:num_late]], key=lambda fill: fill.position) if late else filled
-            fallbacks += num_fallbacks + num_late
-        if self.properties.fills_as_llada and len(chosen) == fallbacks and len(window) > 1:
+        for number, block in enumerate(window):
+            in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
+            wanted = 0 if number else min(self._num_wanted(block), len(in_block))
+            filled, num_fallbacks = self._chosen_in_block(branch, in_block, wanted)
+            chosen += filled
+            fallbacks += num_fallbacks
+        if self.properties.fills_as_llada and len(window) > 1 and len(chosen) == fallbacks:
             others = [fill for fill in most_confident(predicted) if fill not in chosen]
             return chosen + others, fallbacks + len(others)
         return chosen, fallbacks
+
+    def _chosen_in_block(self, branch: Branch, predicted: list[Fill], wanted: int) -> tuple[list[Fill], int]:
+        """As ``choose``, in one block. With ``eos_last`` a token that ends the answer is filled if no other is left.
+
+        Args:
+            wanted: the least that is filled.
+        """
+        late = [fill for fill in predicted if fill.token in self.ends] if self._eos_last else []
+        early = [fill for fill in predicted if fill not in late] if late else predicted
+        num_late = max(0, wanted - len(early))
+        first = self.grammar.must_fill(branch)
+        filled, fallbacks = filled_in(early, self.accept(early), wanted - num_late, first)
+        if num_late:
+            filled = sorted([*filled, *late[:num_late]], key=lambda fill: fill.position)
+        return filled, fallbacks + num_late
 
     def _num_wanted(self, block: Block) -> int:
         """Positions of the first block that the next pass must fill: 1, or with ``denoising_steps`` as many as the
@@ -322,7 +230,7 @@ class Parallel(Canvas):
         num_passes = block.passes + 1
         return max(1, num_passes * share + min(num_passes, remainder) - block.filled)
 
-    def settle(self, branch: Branch) -> Branch:
+    def finish_pass(self, branch: Branch) -> Branch:
         """Counts the pass in the blocks that are begun, and ends gaps."""
         if self.own.denoising_steps is not None:
             blocks = (
@@ -330,10 +238,10 @@ class Parallel(Canvas):
                 for block in branch.blocks
             )
             branch = replace(branch, blocks=tuple(blocks))
-        return super().settle(branch)
+        return super().finish_pass(branch)
 
 
-def _runs(tokens: Sequence[int], mask: int) -> list[tuple[int, ...]]:
+def runs(tokens: Sequence[int], mask: int) -> list[tuple[int, ...]]:
     """The runs of masks, and of other tokens."""
     return [tuple(run) for _, run in groupby(tokens, lambda token: token == mask)]
 

@@ -45,6 +45,7 @@ class FastDllm(Parallel):
     parameters = FastDllmParams
     own: FastDllmParams
     only: ClassVar[Only] = {"max_active_blocks": ()}
+    forces_first = False  # the block's first pass is made for it
 
     def _row(self, branch: Branch) -> RowPlan:
         block, first = first_masked(branch), branch.first
@@ -60,7 +61,3 @@ class FastDllm(Parallel):
             masked=tuple(branch.masked_in(block, self.mask)),
             stale_end=branch.end,
         )
-
-    def may_force(self, position: int) -> bool:
-        """Not the first position of a block, for which the block's first pass is made."""
-        return (position - self.origin) % self.params.block_size > 0

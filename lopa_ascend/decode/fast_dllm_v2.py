@@ -17,6 +17,7 @@ from typing import ClassVar
 from lopa_ascend.config.combinations import Rule
 from lopa_ascend.config.kinds import Boolean, Integer
 from lopa_ascend.config.settings import research
+from lopa_ascend.decode.acceptance import filled_in
 from lopa_ascend.decode.block_pipeline import BlockPipeline, PipelineParams
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.strategy import Only
@@ -102,4 +103,5 @@ class FastDllmV2(BlockPipeline):
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         """The positions of the sub-block that the rule accepts, or the most confident one; and the first position of a
         block in any case."""
-        return self.accept_in(branch, predicted, least=min(1, len(predicted)))
+        first = self.grammar.must_fill(branch)
+        return filled_in(predicted, self.accept(predicted), min(1, len(predicted)), first)

@@ -10,8 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
+from lopa_ascend.decode.blocks import Branch
+from lopa_ascend.decode.canvas import runs
+from lopa_ascend.decode.strategy import Final, SequenceStart, Strategy
+from lopa_ascend.types import Fill, GappedText, RowResult, SequencePlan, StepRecord
+
+SMALLEST = 1e-30
+"""A lower probability counts as this one where logarithms are averaged."""
 FINEST = 16
 """From this length on candidates are a sixteenth of their length apart."""
 
@@ -119,3 +127,62 @@ class GapLengths:
             self._runs[run] = self._runs[run][: self._search.best]
             if self._left:
                 self._search = LengthSearch(len(self._runs[self._left[0]]))
+
+
+class Measuring(Strategy):
+    """The passes that find the lengths of gaps, before those of the decoding that fills them.
+
+    Args:
+        start: whose canvas has gaps of unknown length.
+        decoding: becomes the ``successor`` when all lengths are found.
+    """
+
+    def __init__(self, start: SequenceStart, decoding: type[Strategy]) -> None:
+        super().__init__(start)
+        assert start.gapped is not None
+        self._start, self._decoding = start, decoding
+        self._lengths = GapLengths(runs(start.gapped.tokens, self.mask), start.gapped.flexible, self.mask)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Begins the decoding of the canvas with the next candidate, or with all lengths."""
+        self._canvas = self._decoding(replace(self._start, gapped=GappedText(self._lengths.canvas)))
+        self._canvas.num_forwards = self.num_forwards
+        self.branches = self._canvas.branches
+
+    @property
+    def num_opened(self) -> int:
+        return self._canvas.num_opened
+
+    @property
+    def num_counted(self) -> int:
+        return self._canvas.num_counted
+
+    def final(self) -> Final:
+        return self._canvas.final()
+
+    def plan(self) -> SequencePlan | None:
+        plan = self._canvas.plan()
+        assert plan is not None, "a candidate has masks"
+        masked = tuple(self.anchor.first + place for place in self._lengths.places)
+        return replace(plan, rows=(replace(plan.rows[0], masked=masked),))
+
+    def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
+        """The score is the mean log probability."""
+        probs = results[0].max_probs
+        return 0, self.anchor, [sum(math.log(max(prob, SMALLEST)) for prob in probs) / len(probs)]
+
+    def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
+        return [], 0
+
+    def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
+        record = super().absorb(plan, results, model_tokens, head_rows)
+        measured = replace(record.branches[0], end=self.origin, masks=len(plan.rows[0].masked))
+        self._lengths.take(measured.score)
+        self._lay_out()
+        if not self._lengths.is_done:
+            return replace(record, branches=(measured,))
+        self.successor = self._canvas
+        tokens = enumerate(self.anchor.tokens, self.anchor.first)
+        given = tuple(Fill(position, token, 1.0, 1.0) for position, token in tokens if token != self.mask)
+        return replace(record, branches=(measured,), forced=given)

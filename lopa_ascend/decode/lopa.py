@@ -62,7 +62,7 @@ class Lookaheads(Strategy):
 
     def score(self, plan: SequencePlan, results: Sequence[RowResult]) -> list[Fraction]:
         """The branch scores, exactly. The arguments are those of ``absorb``."""
-        confidences = [self.scored(*each) for each in zip(self.branches, plan.rows, results, strict=True)]
+        confidences = [self.editing.scored(*each) for each in zip(self.branches, plan.rows, results, strict=True)]
         return branch_scores(self.branches, confidences, self.own)
 
     def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
@@ -79,15 +79,14 @@ class Lookaheads(Strategy):
     def branches_with(self, anchor: Branch, drafts: Sequence[Sequence[Fill]]) -> list[Branch]:
         """A lookahead branch for each of ``drafts``, which are its own tokens; and the anchor after them. A draft none
         of whose tokens fits a grammar is left out."""
-        branches = [self.follow(anchor.as_lookahead(draft, self.ends)) for draft in drafts]
+        branches = [self.grammar.follow(anchor.as_lookahead(draft, self.ends), self.extend) for draft in drafts]
         return [*(branch for branch in branches if branch.own_fills), anchor]
 
     @property
     def known_winner(self) -> Branch | None:
         """A lookahead branch without masks would score 1.0, the highest score. This does not hold with a
         ``creation_weight``, and with ``editing_threshold`` the pass may still change tokens."""
-        edits = self.params.editing_threshold is not None
-        if not self.params.finish_at_eos or self.own.creation_weight or edits:
+        if not self.params.finish_at_eos or self.own.creation_weight or self.editing.is_on:
             return None
         return next((branch for branch in self.branches[:-1] if not branch.masks), None)
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.block_pipeline import BlockPipeline
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.canvas import Parallel
-from lopa_ascend.decode.strategy import Strategy
-from lopa_ascend.types import DREAM, Fill, ModelProperties, RowPlan, SequencePlan
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
+from lopa_ascend.types import Fill, RowPlan, SequencePlan
 
 
 class MaskedWindow(BlockPipeline):
@@ -40,14 +37,6 @@ class MaskedCanvas(Parallel):
         return [], 0
 
 
-def begin_masked(
-    prompt: Sequence[int],
-    params: DecodingParams,
-    mask: int,
-    eos: frozenset[int],
-    num_committed: int = 0,
-    properties: ModelProperties = DREAM,
-) -> Strategy:
+def begin_masked(start: SequenceStart) -> Strategy:
     """As ``begin``, for one pass over ``params.max_new_tokens`` masks, which see what they see in the decoding."""
-    strategy = MaskedWindow if params.is_pipelined else MaskedCanvas
-    return strategy(prompt, params, mask, eos, num_committed, properties)
+    return MaskedWindow(start) if start.params.is_pipelined else MaskedCanvas(start)

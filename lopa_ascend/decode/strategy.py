@@ -9,28 +9,56 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.combinations import Rule
 from lopa_ascend.config.settings import settings
-from lopa_ascend.decode.acceptance import acceptance_rule, most_confident
+from lopa_ascend.decode.acceptance import acceptance_rule
 from lopa_ascend.decode.blocks import Block, BlockState, Branch
 from lopa_ascend.decode.constraint import Constraint
+from lopa_ascend.decode.editing import NO_EDITING, NoEditing
+from lopa_ascend.decode.following import FREE, GrammarFollower
 from lopa_ascend.types import (
     DREAM,
     Alternatives,
     BranchRecord,
     Edit,
     Fill,
-    GrammarError,
+    GappedText,
     ModelProperties,
     RowPlan,
     RowResult,
     SequencePlan,
     StepRecord,
 )
+
+Final = tuple[Sequence[int], int | None, tuple[tuple[int, int | None], ...]]
+"""The places of the final tokens among the generated positions, which never change; the token id that ends the answer,
+if no position before it is masked; and ``Update.gap_ends``."""
+
+
+@dataclass(frozen=True)
+class SequenceStart:
+    """What the decoding of a sequence begins with."""
+
+    prompt: Sequence[int]
+    """Token ids."""
+    params: DecodingParams
+    mask: int
+    """Token id of the mask."""
+    eos: frozenset[int]
+    """EOS ids, which end the answer unless ``params.ignore_eos``."""
+    num_committed: int = 0
+    """Positions of the prompt whose keys and values are in the cache already."""
+    properties: ModelProperties = DREAM
+    """The model's."""
+    constraint: Constraint | None = None
+    """What the answer keeps to; None: it is free."""
+    gapped: GappedText | None = None
+    """For a decoding that ``fills_gaps``: the canvas; None: masks alone."""
+
 
 Only = Mapping[str, tuple[object, ...] | None]
 """By parameter: the values that a decoding takes of it beside the default; None: all."""
@@ -48,6 +76,7 @@ class Strategy(ABC):
         params: how the request is decoded.
         own: the values of ``parameters``.
         branches: of the next pass, in evaluation order: lookahead branches by rank, the anchor last.
+        max_rows: the most rows that a forward pass of this sequence may have. The engine reserves pages for so many.
         num_committed: positions whose keys and values are final.
         num_forwards: forward passes so far.
         origin, limit: where the first block to decode begins, and the most positions that the sequence can have; see
@@ -55,17 +84,11 @@ class Strategy(ABC):
         ends: token ids that end the answer.
         is_stuck: the last pass filled nothing that a rule had accepted.
         is_crowded: so many requests run that drafts do not pay; the engine sets it before each pass.
-        constraint: see the arguments.
+        grammar: keeps the branches to the grammar of the request.
+        editing: replaces tokens of filled positions.
+        successor: decodes the sequence from now on in the place of this strategy; None: this one does.
         alternatives: by position: the most probable tokens with their probabilities, as the pass predicted them that
             the token of the position comes from. Empty unless the request asks for ``top_logprobs``.
-
-    Args:
-        prompt: token ids.
-        mask: token id of the mask.
-        eos: EOS ids, which end the answer unless ``params.ignore_eos``.
-        num_committed: positions of the prompt whose keys and values are in the cache already.
-        properties: of the model.
-        constraint: what the answer keeps to; None: it is free.
     """
 
     # What a decoding says about itself. A class inherits all of it.
@@ -95,38 +118,34 @@ class Strategy(ABC):
     """Whether each lookahead branch computes prompt and canvas."""
     fills_gaps: ClassVar[bool] = False
     """Whether the decoding fills texts with gaps."""
+    forces_first: ClassVar[bool] = True
+    """Whether the first position of a block may be filled without a pass, where a grammar forces its token."""
     has_graphs: ClassVar[bool] = False
     """Whether compiled steps decode it. This is not inherited."""
     own: Any
+    editing: NoEditing = NO_EDITING
+    successor: Strategy | None = None
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        params: DecodingParams,
-        mask: int,
-        eos: frozenset[int],
-        num_committed: int = 0,
-        properties: ModelProperties = DREAM,
-        constraint: Constraint | None = None,
-    ) -> None:
-        self.params = params
-        self.constraint = constraint
-        self.properties = properties
-        self.prompt = tuple(prompt)
-        self.mask = mask
-        self.ends = params.ends(eos)
-        self._cuts = self.ends | {mask} if params.finish_at_eos else frozenset({mask})
-        """The final tokens end before the first of these token ids."""
+    def __init__(self, start: SequenceStart) -> None:
+        self.params = params = start.params
+        self.properties = properties = start.properties
+        self.prompt = prompt = tuple(start.prompt)
+        self.mask = mask = start.mask
+        self.ends = params.ends(start.eos)
+        self.grammar = FREE
+        if start.constraint is not None:
+            self.grammar = GrammarFollower(start.constraint, mask, self.ends, forces_first=self.forces_first)
         self.origin = properties.origin(len(prompt), params.block_size)
         self.limit = properties.limit(len(prompt), params.max_new_tokens, params.block_size)
         self._rule = acceptance_rule(params)
         self.own = self.parameters(**{name: getattr(params, name) for name in settings(self.parameters)})
-        self.num_committed = num_committed
+        self.max_rows = 1 + params.lookaheads
+        self.num_committed = start.num_committed
         self.num_forwards = 0
         self.is_stuck = False
         self.is_crowded = False
         self.alternatives: dict[int, Alternatives] = {}
-        state = BlockState.IN_CACHE if num_committed == self.origin else BlockState.TO_CACHE
+        state = BlockState.IN_CACHE if self.num_committed == self.origin else BlockState.TO_CACHE
         first = Branch((), (Block(0, self.origin, 0, state, activated=True),), len(prompt))
         self.branches: Sequence[Branch] = (self.open(first),)
 
@@ -155,16 +174,6 @@ class Strategy(ABC):
         return False
 
     @property
-    def max_rows(self) -> int:
-        """The most rows that a forward pass of this sequence may have. The engine reserves pages for so many."""
-        return 1 + self.params.lookaheads
-
-    @property
-    def in_prefill(self) -> bool:
-        """Whether the next pass computes the prompt, or its whole blocks."""
-        return self.num_committed < self.origin
-
-    @property
     def anchor(self) -> Branch:
         """The branch without tokens of its own: the winner of the last pass, with its fills."""
         return self.branches[-1]
@@ -188,29 +197,17 @@ class Strategy(ABC):
     def plan(self) -> SequencePlan | None:
         """What the next forward pass computes; None when the sequence is done."""
 
-    def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
-        """Drops all lookahead branches of the next pass but the first ``num_lookaheads``. The anchor always stays.
-
-        Args:
-            plan: what ``plan`` returned.
-
-        Returns:
-            The plan with the rows of the remaining branches.
-        """
-        *lookaheads, anchor = self.branches
-        self.branches = (*lookaheads[:num_lookaheads], anchor)
-        *lookahead_rows, anchor_row = plan.rows
-        return replace(plan, rows=(*lookahead_rows[:num_lookaheads], anchor_row))
-
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
         """Takes the predictions of a pass: picks the winner, fills it, and grows the next branches from it.
 
         Args:
-            plan: what ``plan`` gave.
+            plan: what ``plan`` gave, perhaps with fewer rows; see ``SequencePlan.keep``.
             results: the predictions for each of ``plan.rows``.
             model_tokens: see ``StepRecord``.
             head_rows: see ``StepRecord``.
         """
+        if len(plan.rows) < len(self.branches):
+            self.branches = (*self.branches[: len(plan.rows) - 1], self.anchor)
         winner, branch, scores = self.select(plan, results)
         row = plan.rows[winner]
         evaluated = [*self.branches[:winner], branch, *self.branches[winner + 1 :]]
@@ -220,11 +217,12 @@ class Strategy(ABC):
         )
         predicted = self.predicted(row, results[winner])
         fills, fallbacks = self.choose(branch, predicted)
-        edits = self.edits(branch, predicted)
+        edits = self.editing.edits(branch, predicted)
         self.is_stuck = len(fills) == fallbacks
-        after = self.after(branch, fills, edits)
-        fills, forced, remasked = self._changes(after, branch.own_fills, fills)
-        open_positions = [fill for fill in self.of_masks(branch, predicted) if self._is_open(fill, after)]
+        after = self.advance(branch, fills, edits)
+        fills, forced, remasked = self.grammar.changes(self.anchor, branch.own_fills, fills, after)
+        masked = [fill for fill in predicted if after.token_at(fill.position) == self.mask]
+        open_positions = [fill for fill in masked if self.grammar.admits(after, fill)]
         self.branches = [self.open(branch) for branch in self.spawn(after, open_positions)]
         record = StepRecord(
             index=self.num_forwards,
@@ -246,136 +244,17 @@ class Strategy(ABC):
         return record
 
     def advance(self, branch: Branch, fills: Sequence[Fill], edits: Sequence[Edit] = ()) -> Branch:
-        """The anchor of the pass after one that this branch wins, and that fills and edits these positions."""
-        return self.open(self.after(branch, fills, edits))
+        """The branch after a pass that it wins, and that fills and edits these positions, before it opens blocks."""
+        filled = branch.edit(edits, self.ends).check(changed=bool(edits)).fill(fills, self.ends).as_anchor()
+        return self.finish_pass(self.grammar.follow(filled, self.extend, branch))
 
-    def after(self, branch: Branch, fills: Sequence[Fill], edits: Sequence[Edit]) -> Branch:
-        """The branch after a pass that it wins, before it opens blocks."""
-        checked = branch.edit(edits, self.ends).check(changed=bool(edits))
-        num_before = len(self._beginning(branch)) if branch.masks else -1
-        return self.settle(self.follow(checked.fill(fills, self.ends).as_anchor(), num_before))
-
-    # ---- what a grammar adds ---------------------------------------------------------------------------------------
-
-    def follow(self, branch: Branch, num_before: int = -1) -> Branch:
-        """The branch after fills, as its grammar has it.
-
-        The filled beginning is followed up to the first mask. A token that does not fit is masked again, with what
-        follows it in its block. Then tokens are filled as long as only one can follow.
-
-        Every pass lets the beginning grow, so there are at most ``max_new_tokens`` of them: each fills the first mask
-        (``accept_in``) with one of the tokens that fit, which therefore stays. Every round here lets it grow, too.
-
-        Args:
-            num_before: tokens of the beginning before the fills, if these fill the first mask.
-
-        Raises:
-            GrammarError: nothing fits, the grammar is too hard to follow, or what it allowed does not fit.
-        """
-        if self.constraint is None:
-            return branch
-        while True:
-            beginning = self._beginning(branch)
-            num_fitting = self.constraint.admitted(beginning)
-            if num_fitting <= num_before:
-                raise GrammarError("the grammar does not go on with the token that it allowed")
-            num_before = num_fitting
-            if num_fitting < len(beginning):
-                branch = branch.mask_again(num_fitting, self.mask, self.ends)
-                beginning = beginning[:num_fitting]
-            forced = self.constraint.forced(beginning) if self.ends.isdisjoint(beginning) else []
-            if forced and len(beginning) == len(branch.tokens):
-                branch = self.extend(branch)
-            fills = self._fills_of(forced, branch, len(beginning))
-            if not fills:
-                return branch
-            branch = branch.fill(fills, self.ends)
-
-    def _fills_of(self, forced: Sequence[int], branch: Branch, index: int) -> list[Fill]:
-        """The fills that put forced tokens into the masks from a generated position on, as far as these reach."""
-        fills = []
-        for number, token in enumerate(forced, index):
-            position = branch.first + number
-            if number == len(branch.tokens) or branch.tokens[number] != self.mask or not self.may_force(position):
-                break
-            fills.append(Fill(position, token, 1.0, 1.0))
-        return fills
-
-    def _beginning(self, branch: Branch) -> tuple[int, ...]:
-        """The generated tokens up to the first mask."""
-        return branch.tokens[: branch.tokens.index(self.mask)] if branch.masks else branch.tokens
-
-    def allowed(self, row: RowPlan) -> int:
-        """The tokens that may be chosen at the first masked position of a row, as a set; see ``decode.constraint``."""
-        assert self.constraint is not None
-        first = len(self.prompt)
-        known = max(0, row.start - first)
-        before = row.tokens[max(0, first - row.start) : row.masked[0] - row.start]
-        return self.constraint.allowed((*self.anchor.tokens[:known], *before))
-
-    def _is_open(self, fill: Fill, after: Branch) -> bool:
-        """Whether a lookahead branch may fill a position: it is masked, and what is first fits."""
-        index = fill.position - after.first
-        if after.tokens[index] != self.mask:
-            return False
-        if self.constraint is None or self.mask in after.tokens[:index]:
-            return True
-        return self.constraint.admitted((*after.tokens[:index], fill.token)) > index
-
-    def _changes(
-        self, after: Branch, own_fills: Sequence[Fill], fills: list[Fill]
-    ) -> tuple[list[Fill], list[Fill], list[int]]:
-        """What a pass has done beside the winner's own tokens: the fills that stay, what was forced, and what was
-        masked again; see ``StepRecord``."""
-        if self.constraint is None:
-            return fills, [], []
-        first, tokens = after.first, after.tokens
-        stay = [fill for fill in fills if tokens[fill.position - first] == fill.token]
-        # The winner may have opened another number of blocks than the anchor; these hold masks alone.
-        known = [*self.anchor.tokens, *[self.mask] * len(tokens)][: len(tokens)]
-        for fill in own_fills:
-            known[fill.position - first] = fill.token
-        filled = {fill.position for fill in stay}
-        forced, remasked = [], []
-        for position, (old, new) in enumerate(zip(known, tokens, strict=True), first):
-            is_filled = position in filled
-            if old != self.mask and (old != new or is_filled):
-                remasked.append(position)
-            if new not in (self.mask, old) and not is_filled:
-                forced.append(Fill(position, new, 1.0, 1.0))
-        return stay, forced, remasked
+    # ---- how a branch goes on: whole canvases have all blocks from the beginning, and commit none --------------------
 
     def extend(self, branch: Branch) -> Branch:
         """The branch with another block if it may have one, which is not activated yet."""
         return branch
 
-    def may_force(self, position: int) -> bool:
-        """Whether a position may be filled without a pass."""
-        return True
-
-    def accept_in(self, branch: Branch, predicted: Sequence[Fill], least: int = 0) -> tuple[list[Fill], int]:
-        """Which predictions for a block's masked positions are filled, and how many of these no rule has accepted.
-
-        Where the rule accepts fewer than ``least``, the most confident ones are filled instead. Under a grammar the
-        first masked position of the branch is filled in any case.
-        """
-        accepted = self.accept(predicted)
-        if self.constraint is not None and predicted and predicted[0].position == self._first_mask(branch):
-            first, *others = predicted
-            rest = [fill for fill in accepted if fill is not first]
-            if len(rest) + 1 < least:
-                rest = most_confident(others, least - 1)
-            return [first, *rest], sum(fill not in accepted for fill in (first, *rest))
-        if len(accepted) >= least:
-            return accepted, 0
-        return most_confident(predicted, least), least - len(accepted)
-
-    def _first_mask(self, branch: Branch) -> int:
-        return branch.first + len(self._beginning(branch))
-
-    # ---- how a branch goes on: whole canvases have all blocks from the beginning, and commit none --------------------
-
-    def settle(self, branch: Branch) -> Branch:
+    def finish_pass(self, branch: Branch) -> Branch:
         """The branch after a pass has been made: which of its blocks are committed, or will be."""
         return branch
 
@@ -408,25 +287,13 @@ class Strategy(ABC):
             predicted: the predictions for the masked positions of its row.
         """
 
-    def edits(self, branch: Branch, predicted: list[Fill]) -> list[Edit]:
-        """What is changed of the positions that are filled already; the arguments are those of ``choose``."""
-        return []
-
     def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
         """(index of the winner; the winner; the branch scores). Here there is one branch.
 
         The arguments are those of ``absorb``.
         """
-        confidences = self.scored(self.anchor, plan.rows[0], results[0])
+        confidences = self.editing.scored(self.anchor, plan.rows[0], results[0])
         return 0, self.anchor, [sum(confidences) / len(confidences) if confidences else 1.0]
-
-    def of_masks(self, branch: Branch, predicted: list[Fill]) -> list[Fill]:
-        """Those of the predictions that are for masked positions of a branch: here all."""
-        return predicted
-
-    def scored(self, branch: Branch, row: RowPlan, result: RowResult) -> Sequence[float]:
-        """The confidences of a branch's masked positions, in the order of the positions."""
-        return result.confidences
 
     def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
         """The branches of the next pass, before they open blocks: here the anchor alone.
@@ -450,42 +317,18 @@ class Strategy(ABC):
 
     # ---- what is final ---------------------------------------------------------------------------------------------
 
-    @property
-    def firm_tokens(self) -> tuple[int, ...]:
-        """The tokens of the visible positions, masks included, up to the first one whose token may be replaced."""
-        return self.answer.tokens[: self.params.max_new_tokens]
-
-    def final_tokens(self) -> list[int]:
-        """The answer's token ids up to the first mask; with ``finish_at_eos`` up to the first that ends the answer.
-
-        They never change.
-        """
-        tokens = self.firm_tokens
-        end = next((i for i, token in enumerate(tokens) if token in self._cuts), len(tokens))
-        return list(tokens[:end])
-
-    def final_places(self) -> Sequence[int]:
-        """The places of ``final_tokens`` among the generated positions."""
-        return range(len(self.final_tokens()))
-
-    @property
-    def gap_ends(self) -> tuple[tuple[int, int | None], ...]:
-        """See ``Update``."""
-        return ()
-
-    def end_reached(self) -> int | None:
-        """The token id that ends the answer, if no position before it is masked."""
-        for token in self.firm_tokens:
-            if token in self.ends:
-                return token
-            if token == self.mask:
-                return None
-        return None
+    def final(self) -> Final:
+        """What of the answer is final: its tokens up to the first mask, with ``finish_at_eos`` up to the first that
+        ends the answer."""
+        tokens = self.editing.firm(self.answer)[: self.params.max_new_tokens]
+        known = tokens.index(self.mask) if self.mask in tokens else len(tokens)
+        end = next((place for place in range(known) if tokens[place] in self.ends), None)
+        if end is None:
+            return range(known), None, ()
+        return range(end if self.params.finish_at_eos else known), tokens[end], ()
 
     def visible_is_final(self) -> bool:
         """Whether no later step can change the visible text: all positions up to an EOS, or all that the answer can
         have, are filled."""
-        if self.end_reached() is not None:
-            return True
-        tokens = self.firm_tokens
-        return len(tokens) == self.params.max_new_tokens and self.mask not in tokens
+        places, end, _ = self.final()
+        return end is not None or len(places) == self.params.max_new_tokens

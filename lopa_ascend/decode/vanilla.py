@@ -130,8 +130,6 @@ class Vanilla(Canvas):
         return 999 * masks // (1000 * self.num_steps - 999 * step)
 
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
-        if self.is_measuring:
-            return super().absorb(plan, results, model_tokens, head_rows)
         num_steps_made = self.step + 1
         record = super().absorb(plan, results, model_tokens, head_rows)
         self.num_steps_made = num_steps_made

@@ -35,9 +35,9 @@ class DraftingLopa(Lopa):
         """With ``lookahead_depth`` above 1, one branch for each set of ``draft_ranks``, and the anchor after them.
         Positions of fully activated blocks have the first ranks: in these blocks D2F fills something in every pass;
         under a grammar the first masked position, which it fills in every pass."""
-        if self.own.lookahead_depth == 1 and self.constraint is None:
+        first = self.grammar.must_fill(anchor)
+        if self.own.lookahead_depth == 1 and first is None:
             return super().spawn(anchor, open_positions)
-        first = None if self.constraint is None else self._first_mask(anchor)
         activated = [range(block.start, block.end) for block in self.open(anchor).blocks if block.activated]
 
         def place_in_ranking(fill: Fill) -> tuple[bool, bool, float, int]:
@@ -131,7 +131,7 @@ class ExactLopa(DraftingLopa):
         while True:
             branch = self.branches[winner]
             fills, _ = self.choose(branch, predicted[winner])
-            following = self.advance(branch, fills, self.edits(branch, predicted[winner]))
+            following = self.open(self.advance(branch, fills, self.editing.edits(branch, predicted[winner])))
             commits = any(block.state is BlockState.TO_CACHE for block in (*branch.blocks, *following.blocks))
             if commits or following.tokens not in by_tokens:
                 return winner, confirmed

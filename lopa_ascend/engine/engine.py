@@ -457,7 +457,7 @@ class Engine:
             sequence.canvas_positions += record.canvas_positions(len(sequence.request.prompt))
         self.scheduler.advance(sequence, record)
         strategy, params = sequence.strategy, sequence.request.params
-        places = strategy.final_places()
+        places, end, gap_ends = strategy.final()
         new = places[sequence.num_reported :]
         sequence.num_reported = len(places)
         answer = strategy.answer
@@ -465,7 +465,7 @@ class Engine:
         if sequence.error is not None:
             finish_reason = "error"
         elif sequence.plan is None:
-            stop_token_id = strategy.end_reached()
+            stop_token_id = end
             finish_reason = "length" if stop_token_id is None else "stop"
         return Update(
             request_id=sequence.request_id,
@@ -486,7 +486,7 @@ class Engine:
             record=record if sequence.request.trace else None,
             canvas_positions=sequence.canvas_positions,
             continuation_logprobs=sequence.continuation_logprobs,
-            gap_ends=strategy.gap_ends,
+            gap_ends=gap_ends,
         )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.core import Request, Sequence
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.constraint import Constraint, Matcher
 from lopa_ascend.decode.filters import filters_for
 from lopa_ascend.decode.masked import begin_masked
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.decode.thinking import ThinkingMatcher
 from lopa_ascend.kv.pages import PageTables
 from lopa_ascend.kv.prefix_cache import Prefix
@@ -45,11 +44,19 @@ class Starter:
         params, mask = request.params, self._model.mask_token_id
         eos = params.eos_ids_or(self._model.eos_token_ids)
         num_cached = 0 if entry is None else len(entry.tokens)
-        constraint = self._constraint(request, eos)
-        make = begin_masked if request.continuations else partial(begin, constraint=constraint, gapped=request.gapped)
+        start = SequenceStart(
+            prompt=request.prompt,
+            params=params,
+            mask=mask,
+            eos=frozenset(eos),
+            num_committed=num_cached,
+            properties=request.properties,
+            constraint=self._constraint(request, eos),
+            gapped=request.gapped,
+        )
         sequence = Sequence(
             request=request,
-            strategy=make(request.prompt, params, mask, frozenset(eos), num_cached, request.properties),
+            strategy=begin_masked(start) if request.continuations else begin(start),
             scoring=self._scoring(request),
             page_tables=page_tables,
             filters=filters_for(params, mask, (*eos, *params.stop_token_ids)),

@@ -26,7 +26,7 @@ def bans_for(sequence: Sequence, part: Part, device: torch.device) -> Bans | Non
         GrammarError: the grammar has no way on in one of the branches, those of other groups included; so all ranks
             find the same.
     """
-    if sequence.strategy.constraint is None and not sequence.filters:
+    if not sequence.strategy.grammar.binds and not sequence.filters:
         return None
     num_token_ids, sets, lists = sequence.scoring.num_token_ids, list[int](), list[Banned]()
     keeping, excluding = (_banned(sequence, part, keeps_share=keeps_share) for keeps_share in (True, False))
@@ -44,9 +44,9 @@ def bans_for(sequence: Sequence, part: Part, device: torch.device) -> Bans | Non
 def _allowed(sequence: Sequence, part: Part) -> list[int]:
     """What the grammar allows at each position, 0 for all tokens. It speaks of each branch's first masked position."""
     strategy, share = sequence.strategy, part.share
-    if strategy.constraint is None:
+    if not strategy.grammar.binds:
         return [0] * len(part.positions)
-    allowed = [strategy.allowed(row) if row.masked else 0 for row in share.plan.rows]
+    allowed = [strategy.grammar.allowed(strategy.anchor, row) if row.masked else 0 for row in share.plan.rows]
     # The hidden state of a position that several rows share is listed with the first of them. They have the same tokens
     # before it.
     rows = enumerate(zip(share.rows, share.branches, strict=True))

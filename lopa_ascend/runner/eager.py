@@ -94,7 +94,8 @@ class EagerExecutor:
         if sequence.request.continuations:
             sequence.continuation_logprobs = self._continuations.score(sequence, part, computed.job)
         self.commit(sequence, computed, record.winner)
-        sequence.plan = strategy.plan()
+        sequence.strategy = strategy.successor or strategy
+        sequence.plan = sequence.strategy.plan()
         return sequence, record
 
     # ---- predictions of all groups ---------------------------------------------------------------------------------

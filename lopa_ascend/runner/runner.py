@@ -101,4 +101,4 @@ class Runner:
         plan = sequence.next_pass
         max_branches = self._limits.max_branches(max(len(row.tokens) for row in plan.rows))
         if len(plan.rows) > max_branches and (self.graphs is None or not self.graphs.decodes(sequence)):
-            sequence.plan = sequence.strategy.keep(plan, max_branches - 1)
+            sequence.plan = plan.keep(max_branches - 1)

@@ -18,8 +18,8 @@ from pydantic import BaseModel, Field
 from starlette.responses import PlainTextResponse, Response
 
 import lopa_ascend
-from lopa_ascend.backend import find_device
 from lopa_ascend import core
+from lopa_ascend.backend import find_device
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.config import SECRETS, ServeConfig
 from lopa_ascend.serve.dies import Dies

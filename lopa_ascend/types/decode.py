@@ -5,7 +5,7 @@ Positions are absolute: 0 is the first position of the prompt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,11 @@ class SequencePlan:
     fills_all_slots: bool = False
     """There is one row. Every group computes it, and its keys and values go to every slot: later rows of any slot read
     them."""
+
+    def keep(self, num_lookaheads: int) -> SequencePlan:
+        """Without the lookahead branches behind the first ``num_lookaheads``."""
+        *lookaheads, anchor = self.rows
+        return replace(self, rows=(*lookaheads[:num_lookaheads], anchor))
 
 
 @dataclass(frozen=True, slots=True)

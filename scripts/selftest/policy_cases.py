@@ -16,7 +16,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.decodings import values_of
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.blocks import Block, Branch
-from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import (
     HostView,
@@ -130,7 +130,7 @@ def random_strategy(request: DecodingParams) -> Strategy:
     tokens = random_tokens(NUM_OPENED * BLOCK)
     masked = torch.randperm(len(tokens))[: len(tokens) // 2]
     tokens[masked] = MASK
-    strategy = begin([0] * PROMPT, request, MASK, frozenset({EOS}), PROMPT)
+    strategy = begin(SequenceStart([0] * PROMPT, request, MASK, frozenset({EOS}), PROMPT))
     blocks = (strategy.anchor.blocks[0], *(Block(0, 0, 0) for _ in range(NUM_OPENED)))
     anchor = Branch(tuple(tokens.tolist()), blocks, PROMPT)
     guesses = zip(masked.tolist(), random_tokens(request.lookaheads).tolist(), strict=False)

@@ -16,7 +16,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.blocks import BlockState
 from lopa_ascend.decode.branch_scores import SCALE
-from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.graph import inputs, policy, tensors
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView
@@ -78,7 +78,9 @@ class Sequence:
         self.size = self.params.block_size
         text = [rng.randrange(VOCAB) for _ in range(prompt)]
         num_committed = 0 if steps else properties.origin(prompt, self.size)
-        self.strategy: Strategy = begin(text, self.params, MASK, frozenset(EOS), num_committed, properties)
+        self.strategy: Strategy = begin(
+            SequenceStart(text, self.params, MASK, frozenset(EOS), num_committed, properties)
+        )
         self.origin, self.length = self.strategy.origin, self.strategy.limit - self.strategy.origin
         for _ in range(steps):
             plan = self.strategy.plan()

@@ -11,6 +11,7 @@ from lopa_ascend import DecodingParams
 from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.core import Request, Sequence
 from lopa_ascend.decode import begin
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.families import dream
 from lopa_ascend.kv.pages import PageTables, pages_for
 from lopa_ascend.kv.pool import KVPool
@@ -42,7 +43,10 @@ def forward(model: Decoder, plan: SequencePlan) -> None:
     pool = KVPool(model.config.kv_shape(), pages_for(end), torch.float32, "cpu")
     executor = EagerExecutor(model, pool, model.ops)
     params, mask = DecodingParams(decoding="d2f"), model.config.mask_token_id
-    strategy, scoring = begin([1], params, mask, frozenset()), Scoring("max_prob", mask, model.config.vocab_size)
+    strategy, scoring = (
+        begin(SequenceStart([1], params, mask, frozenset())),
+        Scoring("max_prob", mask, model.config.vocab_size),
+    )
     sequence = Sequence(Request("one", (1,), params), strategy, scoring, PageTables(pool.allocator, 1))
     sequence.page_tables.grow(0, end)
     executor.forward([sequence], [executor.placement.share(plan)])

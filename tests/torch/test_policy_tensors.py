@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lopa_ascend.config import DecodingParams, GraphParams
 from lopa_ascend.decode import begin
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.graph import inputs, policy, support, tensors
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView
@@ -169,7 +170,7 @@ def test_more_eos_ids_than_a_graph_takes_are_named_unless_they_are_ignored() -> 
     shape = Bucket(1, 2, 1, 4, 4, 32, 8)
     for ignored, reason in ((False, "eos_token_id"), (True, None)):
         params = DecodingParams(ignore_eos=ignored)
-        ends = begin([1], params, 99, frozenset(range(9))).ends
+        ends = begin(SequenceStart([1], params, 99, frozenset(range(9)))).ends
         assert support.unsupported(params, len(ends), shape, GraphParams()) == reason
 
 
@@ -177,7 +178,7 @@ def test_stop_token_ids_take_the_same_room() -> None:
     shape = Bucket(1, 2, 1, 4, 4, 32, 8)
     for count, reason in ((6, None), (7, "stop_token_ids")):
         params = DecodingParams(stop_token_ids=tuple(range(10, 10 + count)))
-        ends = begin([1], params, 99, frozenset((1, 2))).ends
+        ends = begin(SequenceStart([1], params, 99, frozenset((1, 2)))).ends
         assert support.unsupported(params, len(ends), shape, GraphParams()) == reason
 
 

@@ -7,13 +7,14 @@ import torch
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.types import RowResult
 
 
 def counts(positions: int, steps: int) -> list[int]:
     """How many positions each pass fills."""
     params = DecodingParams(decoding="vanilla", max_new_tokens=positions, steps=steps)
-    strategy = begin([1], params, 9, frozenset())
+    strategy = begin(SequenceStart([1], params, 9, frozenset()))
     out: list[int] = []
     while (plan := strategy.plan()) is not None:
         values = (0.5,) * len(plan.rows[0].masked)

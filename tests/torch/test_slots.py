@@ -13,6 +13,7 @@ from lopa_ascend import DecodingParams
 from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.core import Request, Sequence
 from lopa_ascend.decode import begin
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.families import dream
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for
 from lopa_ascend.kv.pool import KVPool
@@ -32,7 +33,7 @@ class Run:
         self.config, weights = load(path)
         self.model = Decoder(dream.FAMILY, self.config, weights, CpuOps())
         mask = self.config.mask_token_id
-        self.strategy = begin(prompt, params, mask, frozenset())
+        self.strategy = begin(SequenceStart(prompt, params, mask, frozenset()))
         slots = self.strategy.max_rows
         num_pages = pages_for(len(prompt) + params.max_new_tokens) * slots
         self.pool = KVPool(self.config.kv_shape(), num_pages, torch.float32, "cpu")

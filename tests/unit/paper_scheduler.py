@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lopa_ascend.config import DecodingParams, Limits
 from lopa_ascend.core import Request, Sequence, Step
 from lopa_ascend.decode import begin
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.engine.scheduler import Scheduler, prefix_key
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables
 from lopa_ascend.kv.prefix_cache import Prefix, PrefixCache
@@ -103,7 +104,9 @@ class Paper:
 
     def begin(self, request: Request, page_tables: PageTables, entry: Prefix | None) -> Sequence:
         num_cached = 0 if entry is None else len(entry.tokens)
-        strategy = begin(request.prompt, request.params, 999, frozenset(), num_cached, request.properties)
+        strategy = begin(
+            SequenceStart(request.prompt, request.params, 999, frozenset(), num_cached, request.properties)
+        )
         sequence = Sequence(request, strategy, Scoring("max_prob", 999, 999), page_tables, num_cached)
         self.ask(sequence, num_cached)
         return sequence

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.acceptance import ACCEPTANCES, RULES, acceptance_rule
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.types import Fill, RowResult
 
 # Multiples of 1/64, so that the sums of the rules are exact and ties are common.
@@ -65,7 +66,7 @@ def test_only_a_fully_activated_block_fills_what_no_rule_accepts(tau_act: float)
     params = DecodingParams(
         decoding="d2f", block_size=2, max_new_tokens=4, tau_add=0.5, tau_act=tau_act, acceptance="factor"
     )
-    strategy = begin([1], params, 99, frozenset())
+    strategy = begin(SequenceStart([1], params, 99, frozenset()))
     for probs in ((0.9, 0.2), (0.1, 0.4, 0.3)):
         plan = strategy.plan()
         assert plan is not None

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -130,3 +131,32 @@ def test_outer_packages_have_one_name(name: str):
     assert result.returncode != 0
     assert f"ImportError: {name}/ is the package lopa_ascend.{name}" in result.stderr
     assert (ROOT / name).readlink() == Path("lopa_ascend", name)
+
+
+def test_decodings_stay_narrow():
+    """A base class of few methods, properties and inherited ones among them; and functions of few ways through. Ruff's
+    C901 counts neither conditions inside expressions nor comprehensions."""
+    from lopa_ascend.decode.strategy import Strategy
+
+    methods = [name for kind in Strategy.__mro__[:-1] for name, value in vars(kind).items() if _is_method(value)]
+    assert len(methods) <= 25, methods
+    trees = [ast.parse(path.read_text("utf-8")) for path in (ROOT / "lopa_ascend" / "decode").glob("*.py")]
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert len(functions) > 100
+    assert not {node.name: num_ways(node) for node in functions if num_ways(node) > 12}
+
+
+def _is_method(value: object) -> bool:
+    return isinstance(value, (FunctionType, property, classmethod, staticmethod))
+
+
+def num_ways(function: ast.AST) -> int:
+    """The cyclomatic complexity, with each operand of "and" and "or", and each part of a comprehension."""
+    count = 1
+    for node in ast.walk(function):
+        count += isinstance(node, (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.comprehension))
+        if isinstance(node, ast.comprehension):
+            count += len(node.ifs)
+        elif isinstance(node, ast.BoolOp):
+            count += len(node.values) - 1
+    return count

@@ -8,7 +8,7 @@ import pytest
 
 from lopa_ascend.config import DecodingParams, ParameterError, fitting_defaults
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.types import RowResult
 
 FIELDS: dict[str, Any] = {"num_branches": "auto", "block_size": 8, "max_new_tokens": 8, "tau_conf": 0.9}
@@ -25,9 +25,9 @@ def num_rows(strategy: Strategy, prob: float) -> int:
 
 
 def test_published_branches_are_made_after_a_pass_that_was_stuck() -> None:
-    strategy = begin([1], DecodingParams(**FIELDS), 99, frozenset())
+    strategy = begin(SequenceStart([1], DecodingParams(**FIELDS), 99, frozenset()))
     assert [num_rows(strategy, prob) for prob in (0.5, 0.95, 0.2, 0.2)] == [1, 4, 1, 4]
-    strategy = begin([1], DecodingParams(**FIELDS), 99, frozenset())
+    strategy = begin(SequenceStart([1], DecodingParams(**FIELDS), 99, frozenset()))
     strategy.is_crowded = True
     assert [num_rows(strategy, prob) for prob in (0.5, 0.95, 0.2, 0.2)] == [1, 4, 1, 4], "whatever others do"
 
@@ -36,7 +36,7 @@ def test_published_branches_are_made_after_a_pass_that_was_stuck() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_drafts_are_made_while_few_requests_run(acceptance: str, depth: int) -> None:
     params = DecodingParams(**FIELDS, branch_acceptance=acceptance, lookahead_depth=depth)
-    strategy = begin([1], params, 99, frozenset())
+    strategy = begin(SequenceStart([1], params, 99, frozenset()))
     rows = []
     for is_crowded in (False, True, True, False, False):
         strategy.is_crowded = is_crowded
@@ -45,7 +45,9 @@ def test_drafts_are_made_while_few_requests_run(acceptance: str, depth: int) -> 
 
 
 def test_a_fixed_number_depends_on_nothing() -> None:
-    strategy = begin([1], DecodingParams(**FIELDS | {"num_branches": 2}, branch_acceptance="exact"), 99, frozenset())
+    strategy = begin(
+        SequenceStart([1], DecodingParams(**FIELDS | {"num_branches": 2}, branch_acceptance="exact"), 99, frozenset())
+    )
     strategy.is_crowded = True
     assert [num_rows(strategy, prob) for prob in (0.5, 0.95, 0.2)] == [1, 3, 3]
 

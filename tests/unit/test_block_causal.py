@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from lopa_ascend.config import DecodingParams, Limits, ParameterError
 from lopa_ascend.config.errors import ContextLengthError
 from lopa_ascend.decode import begin
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.types import DREAM, ModelProperties, RowPlan, RowResult
+from tests.answers import final_tokens
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
 FAMILIES = {
@@ -60,11 +62,13 @@ def test_decisions_are_the_published_ones(path: Path) -> None:
     trace = json.loads(path.read_text())
     properties = FAMILIES[trace["family"]]
     strategy = begin(
-        trace["prompt_ids"],
-        params_of(trace),
-        trace["mask_token_id"],
-        frozenset([trace["eos_token_id"]]),
-        properties=properties,
+        SequenceStart(
+            trace["prompt_ids"],
+            params_of(trace),
+            trace["mask_token_id"],
+            frozenset([trace["eos_token_id"]]),
+            properties=properties,
+        )
     )
     for forward in (forward for forward in trace["trace"] if forward["fills"]):
         plan = strategy.plan()
@@ -72,7 +76,7 @@ def test_decisions_are_the_published_ones(path: Path) -> None:
             break
         record = strategy.absorb(plan, [predicted(plan.rows[0], forward)], 0, 0)
         assert [[fill.position, fill.token] for fill in record.fills] == forward["fills"], forward["i"]
-    answer = strategy.final_tokens()
+    answer = final_tokens(strategy)
     assert strategy.visible_is_final()
     assert answer == trace["output_ids"][: len(answer)]
     assert trace["output_ids"][len(answer) :][:1] in ([], [trace["eos_token_id"]])
@@ -141,7 +145,7 @@ def test_every_plan_keeps_to_the_grid(
         ignore_eos=True,
     )
     properties = ModelProperties(logit_shift=shift, attention="block_causal")
-    strategy = begin(range(prompt), params, 999, frozenset(), properties=properties)
+    strategy = begin(SequenceStart(range(prompt), params, 999, frozenset(), properties=properties))
     assert (strategy.origin, strategy.limit % size) == (prompt // size * size, 0)
     while (plan := strategy.plan()) is not None:
         results = []
@@ -152,4 +156,4 @@ def test_every_plan_keeps_to_the_grid(
             probs = tuple(data.draw(st.sampled_from([0.5, 0.95])) for _ in row.masked)
             results.append(RowResult(tuple(1000 + position for position in row.masked), probs, probs))
         strategy.absorb(plan, results, 0, 0)
-    assert strategy.final_tokens() == [1000 + position for position in range(prompt, prompt + longest)]
+    assert final_tokens(strategy) == [1000 + position for position in range(prompt, prompt + longest)]

@@ -13,12 +13,13 @@ from lopa_ascend.config import DecodingParams, Limits, ParameterError, decodings
 from lopa_ascend.decode import begin, register_decoding
 from lopa_ascend.decode.block_pipeline import BlockPipeline
 from lopa_ascend.decode.canvas import Parallel
-from lopa_ascend.decode.lengths import LengthSearch
-from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.decode.lengths import LengthSearch, Measuring
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.families import FAMILIES
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.types import DREAM, GappedText, RowResult, SequencePlan, StepRecord
+from tests.answers import final_tokens
 
 MASK = 99
 EOS = 7
@@ -26,7 +27,7 @@ EOS = 7
 
 def start(prompt: int = 3, **values: Any) -> Strategy:
     fields: dict[str, Any] = {"decoding": "parallel", "block_size": 4, "max_new_tokens": 10, **values}
-    return begin([1] * prompt, DecodingParams(**fields), MASK, frozenset([EOS]))
+    return begin(SequenceStart([1] * prompt, DecodingParams(**fields), MASK, frozenset([EOS])))
 
 
 def one_pass(
@@ -41,14 +42,12 @@ def one_pass(
 
 def test_parallel_decoding_computes_everything_and_fills_block_after_block() -> None:
     strategy = start()
-    assert strategy.in_prefill
     plan, record = one_pass(strategy, {3: 0.95, 5: 0.95, 8: 0.99})
     row = plan.rows[0]
     assert (plan.start, plan.num_new, plan.prefix_length, row.start, row.end, row.entry_ends) == (0, 0, 0, 0, 13, (13,))
     assert row.tokens == (1,) * 3 + (MASK,) * 10
     assert row.masked == (3, 4, 5, 6)
     assert [fill.position for fill in record.fills] == [3, 5]
-    assert not strategy.in_prefill
     assert strategy.num_counted == 0
     plan, record = one_pass(strategy, {6: 0.5, 7: 0.99})
     assert plan.rows[0].masked == (4, 6)
@@ -91,7 +90,7 @@ def test_a_window_of_several_blocks_opens_as_they_are_filled() -> None:
 def test_a_pass_for_llada_fills_the_best_position_of_its_window() -> None:
     for properties, filled in ((DREAM, [3]), (LLADA, [3, 8])):
         params = DecodingParams(decoding="parallel", block_size=4, tau_add=0.0, max_active_blocks=2, max_new_tokens=8)
-        strategy = begin([1] * 3, params, MASK, frozenset([EOS]), properties=properties)
+        strategy = begin(SequenceStart([1] * 3, params, MASK, frozenset([EOS]), properties=properties))
         assert [fill.position for fill in one_pass(strategy, {8: 0.5})[1].fills] == filled
 
 
@@ -102,7 +101,7 @@ def test_a_window_of_several_blocks_stops_at_an_end() -> None:
     assert strategy.anchor.tokens == (MASK, MASK, *[EOS] * 8)
     assert (strategy.anchor.masks, strategy.plan() is None) == (2, False)
     one_pass(strategy, {3: 0.95, 4: 0.95})
-    assert (strategy.plan(), strategy.final_tokens()) == (None, [5, 5])
+    assert (strategy.plan(), final_tokens(strategy)) == (None, [5, 5])
     for fields in ({"max_active_blocks": 1}, {"max_active_blocks": 2, "finish_at_eos": False}):
         strategy = start(tau_add=0.0, **fields)
         one_pass(strategy, {5: 0.95}, token=EOS)
@@ -128,13 +127,13 @@ def test_the_factor_for_llada_takes_the_last_mask_too() -> None:
     params = DecodingParams(decoding="parallel", block_size=3, acceptance="factor", max_new_tokens=3)
     for probs, filled in (({}, [3]), ({3: 0.9, 4: 0.9}, [3, 4, 5]), ({3: 0.9}, [3])):
         for properties, expected in ((LLADA, filled), (DREAM, filled[:2])):
-            strategy = begin([1] * 3, params, MASK, frozenset([EOS]), properties=properties)
+            strategy = begin(SequenceStart([1] * 3, params, MASK, frozenset([EOS]), properties=properties))
             assert [fill.position for fill in one_pass(strategy, probs)[1].fills] == expected
 
 
 def test_fast_dllm_for_llada_fills_in_its_first_pass() -> None:
     params = DecodingParams(decoding="fast_dllm", block_size=4, max_new_tokens=8)
-    strategy = begin([1] * 3, params, MASK, frozenset([EOS]), properties=LLADA)
+    strategy = begin(SequenceStart([1] * 3, params, MASK, frozenset([EOS]), properties=LLADA))
     plan, record = one_pass(strategy, {4: 0.95, 6: 0.95})
     assert (plan.start, plan.rows[0].masked, [fill.position for fill in record.fills]) == (0, (3, 4, 5, 6), [4, 6])
     plan, _ = one_pass(strategy)
@@ -244,8 +243,8 @@ def test_a_whole_canvas_ends_when_its_visible_text_is_final() -> None:
             assert (record.branches[0].end, record.branches[0].masks) == (13, 10 - 4 * record.index)
         assert strategy.num_opened == min(10, 4 * num_forwards)
         assert strategy.num_forwards == num_forwards
-        assert strategy.end_reached() == EOS
-        assert strategy.final_tokens() == ([] if finish else [EOS] * 10)
+        assert strategy.final()[1] == EOS
+        assert final_tokens(strategy) == ([] if finish else [EOS] * 10)
 
 
 # ---- texts with gaps -------------------------------------------------------------------------------------------------
@@ -255,7 +254,11 @@ def start_with_gaps(canvas: list[int], flexible: tuple[int, ...] = (), **values:
     """A prompt of 3 tokens, and a canvas in which 0 is a mask."""
     canvas = [token or MASK for token in canvas]
     fields: dict[str, Any] = {"decoding": "parallel", "block_size": 4, "max_new_tokens": len(canvas), **values}
-    return begin([1] * 3, DecodingParams(**fields), MASK, frozenset([EOS]), gapped=GappedText(tuple(canvas), flexible))
+    return begin(
+        SequenceStart(
+            [1] * 3, DecodingParams(**fields), MASK, frozenset([EOS]), gapped=GappedText(tuple(canvas), flexible)
+        )
+    )
 
 
 def test_given_tokens_are_filled_and_gaps_have_blocks_of_their_own() -> None:
@@ -271,20 +274,20 @@ def test_given_tokens_are_filled_and_gaps_have_blocks_of_their_own() -> None:
             if not plan.rows[0].start:
                 assert plan.rows[0].tokens[8:10] == (8, EOS)
         assert sorted(position for masked in seen for position in masked) == [3, 4, 5, 6, 7, 10, 11]
-        assert (strategy.final_tokens(), strategy.final_places()) == ([5] * 7, [0, 1, 2, 3, 4, 7, 8])
-        assert (strategy.gap_ends, strategy.end_reached()) == (((5, None), (7, None)), None)
+        assert (final_tokens(strategy), strategy.final()[0]) == ([5] * 7, [0, 1, 2, 3, 4, 7, 8])
+        assert (strategy.final()[2], strategy.final()[1]) == (((5, None), (7, None)), None)
 
 
 def test_a_token_that_ends_the_answer_ends_its_gap() -> None:
     strategy = start_with_gaps([0, 0, 0, 8, 0, 0], tau_conf=0.9)
     one_pass(strategy, {4: 0.95}, token=EOS)
     assert strategy.anchor.tokens == (MASK, EOS, EOS, 8, MASK, MASK)
-    assert (strategy.final_tokens(), strategy.gap_ends) == ([], ())
+    assert (final_tokens(strategy), strategy.final()[2]) == ([], ())
     one_pass(strategy)
-    assert (strategy.final_tokens(), strategy.gap_ends) == ([5], ((1, EOS),))
+    assert (final_tokens(strategy), strategy.final()[2]) == ([5], ((1, EOS),))
     one_pass(strategy, {7: 0.95, 8: 0.95}, token=EOS)
-    assert (strategy.plan(), strategy.final_tokens()) == (None, [5])
-    assert (strategy.gap_ends, strategy.end_reached()) == (((1, EOS), (1, EOS)), EOS)
+    assert (strategy.plan(), final_tokens(strategy)) == (None, [5])
+    assert (strategy.final()[2], strategy.final()[1]) == (((1, EOS), (1, EOS)), EOS)
 
 
 def test_dreams_decoding_makes_as_many_steps_as_there_are_masks() -> None:
@@ -317,18 +320,17 @@ def test_the_first_passes_find_lengths_and_fill_nothing() -> None:
     for fields in ({}, {"decoding": "vanilla", "seed": 1}, {"decoding": "fast_dllm"}):
         strategy = start_with_gaps([0, 0, 0, 0, 8, 9, 0, 0, 0], flexible=(0,), **fields)
         tried = []
-        while True:
+        while isinstance(strategy, Measuring):
             plan = strategy.plan()
             assert plan is not None
             row = plan.rows[0]
-            if not strategy.is_measuring:  # type: ignore[attr-defined]
-                break
             num_masks, sees_behind = len(row.masked), row.tokens[-1] != 8 and 8 in row.tokens
             tried.append((num_masks, sees_behind))
             assert row.masked == tuple(range(3, 3 + num_masks))
             prob = 0.5 if num_masks == 2 and sees_behind else 0.1
             record = strategy.absorb(plan, [RowResult((5,) * num_masks, *[(prob,) * num_masks] * 2)], 0, 0)
-            assert (record.fills, strategy.final_tokens()) == ((), [])
+            assert (record.fills, final_tokens(strategy)) == ((), [])
+            strategy = strategy.successor or strategy
         assert tried == [(1, False), (2, False), (4, False), (1, True), (2, True), (3, True), (4, True)]
         assert strategy.anchor.tokens == (MASK, MASK, 8, 9, MASK, MASK, MASK)
         assert [fill.position for fill in record.forced] == [5, 6]

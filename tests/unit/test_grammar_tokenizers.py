@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import WORD_PATTERN, load_vocabulary
+from tests.answers import final_tokens
 from tests.grammar_passes import DECODINGS, Passes, members
 from tests.grammar_samples import Form
 from tests.tiers import slow_but
@@ -134,10 +135,10 @@ def check_samples(made: Passes, added: Sequence[str], numbers: range) -> None:
         name = list(DECODINGS)[number % len(DECODINGS)]
         *_, (strategy, _) = made.run(form, str(number), **{**DECODINGS[name], "max_new_tokens": 256})
         assert strategy.num_forwards <= 256
-        if strategy.end_reached() is None:
+        if strategy.final()[1] is None:
             cut += 1
             continue
-        tokens = strategy.final_tokens()
+        tokens = final_tokens(strategy)
         text = made.tokenizer.decode(tokens, skip_special_tokens=False)
         if "json" in form:  # which may be escaped in other ways
             text = json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
@@ -149,8 +150,7 @@ def check_samples(made: Passes, added: Sequence[str], numbers: range) -> None:
 
 def check_agreement(made: Passes, form: Form, tokens: Sequence[int]) -> None:
     """What is forced is allowed, and what is allowed or forced fits, at each place of an answer."""
-    constraint = made.start(form).constraint
-    assert constraint is not None
+    constraint = made.constraint(form)
     for place in range(len(tokens)):
         before = tuple(tokens[:place])
         allowed, forced = members(constraint.allowed(before)), constraint.forced(before)
@@ -183,8 +183,7 @@ def test_every_grammar_is_written(name: str, part: int):
 )
 def test_added_tokens_write_their_texts_and_special_ones_none(name: str, text: str, added: list[str]):
     made = family(name)
-    constraint = made.start({"choice": [text, "x"]}).constraint
-    assert constraint is not None
+    constraint = made.constraint({"choice": [text, "x"]})
     [token] = (
         made.tokenizer.encode(text[0]) if not added or not text.startswith("<") else made.tokenizer.encode(added[0])
     )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.branch_scores import SCALE, ScoreParams, branch_score, fixed_point
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.types import RowResult
 
 confidences = st.lists(st.floats(-12, 1, width=32), min_size=1, max_size=40)
@@ -46,7 +47,7 @@ def test_scores_count_in_parts_of_two_to_the_sixteenth() -> None:
 
 def first_round(confs: list[float], **kwargs):
     params = DecodingParams(block_size=len(confs), max_new_tokens=2 * len(confs), tau_conf=1.0, tau_add=1.0, **kwargs)
-    strategy = begin([1], params, 99, frozenset())
+    strategy = begin(SequenceStart([1], params, 99, frozenset()))
     plan = strategy.plan()
     assert plan is not None
     strategy.absorb(plan, [RowResult(tuple(range(len(confs))), tuple(confs), tuple(confs))], 0, 0)
@@ -84,7 +85,7 @@ def test_creation_weight_counts_the_lookahead_token() -> None:
 
 def test_a_branch_computes_from_its_lookahead_block_on() -> None:
     params = DecodingParams(block_size=4, max_new_tokens=8, num_branches=2, tau_conf=1.0, tau_add=0.25)
-    strategy = begin([1], params, 99, frozenset())
+    strategy = begin(SequenceStart([1], params, 99, frozenset()))
     plan = strategy.plan()
     assert plan is not None
     row = (0.9, 0.3, 0.2, 0.1)

@@ -14,7 +14,7 @@ from lopa_ascend.config import DecodingParams, ParameterError, decodings, fittin
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.block_pipeline import BlockPipeline
 from lopa_ascend.decode.lopa import Lookaheads, LopaParams
-from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.types import RowResult, StepRecord
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ def one_pass(strategy: Strategy, prob: float) -> tuple[int, StepRecord]:
 @pytest.mark.usefixtures("registered")
 def test_it_fills_near_positions_and_looks_ahead_only_where_it_waits() -> None:
     params = DecodingParams(decoding=NAME, num_branches=4, block_size=16, max_new_tokens=16, tau_conf=0.9)
-    strategy = begin([1], params, 99, frozenset())
+    strategy = begin(SequenceStart([1], params, 99, frozenset()))
     assert type(strategy) is NearFirst
     num_rows, record = one_pass(strategy, 0.911)
     assert num_rows == 1
@@ -72,7 +72,7 @@ def test_pages_are_reserved_for_as_many_rows_as_the_request_may_have(monkeypatch
     monkeypatch.setattr(decodings, "_registered", dict(decodings._registered))
     register_decoding("alone", type("Alone", (Lookaheads, BlockPipeline), {"parameters": LopaParams}))
     params = DecodingParams(decoding="alone", num_branches=4)
-    assert begin([1], params, 99, frozenset()).max_rows == 5 == 1 + params.lookaheads
+    assert begin(SequenceStart([1], params, 99, frozenset())).max_rows == 5 == 1 + params.lookaheads
 
 
 def test_names_and_strategies_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_an_entry_point_is_found_when_a_request_names_it(monkeypatch: pytest.Mon
         with pytest.raises(ParameterError, match=message) as error:  # the server asks first
             fitting_defaults({}, {"decoding": name})
         assert error.value.param == "decoding"
-    assert type(begin([1], DecodingParams(decoding=NAME), 99, frozenset())) is NearFirst
+    assert type(begin(SequenceStart([1], DecodingParams(decoding=NAME), 99, frozenset()))) is NearFirst
     assert decodings.known_decodings() == (*decodings.built_in_decodings(), "broken", "failing", NAME)
     project = (EXAMPLE / "pyproject.toml").read_text("utf-8")
     assert f'[project.entry-points."{decodings.GROUP}"]\n{NAME} = "near_first:NearFirst"\n' in project

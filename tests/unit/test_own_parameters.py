@@ -16,6 +16,7 @@ from lopa_ascend.core import Request
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.block_pipeline import BlockPipeline, PipelineParams
 from lopa_ascend.decode.lopa import Lopa, LopaParams
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.serve.openai.request import asked_parameters
 from tests.unit.test_protocol import PLANNER, parsed
 
@@ -46,12 +47,12 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_they_are_checked_and_reach_the_strategy() -> None:
     params = DecodingParams.of(decoding="sloped", slope=1, num_branches=2)
     assert (params.slope, params.shape) == (1, "line")
-    strategy = begin([1], params, 99, frozenset())
+    strategy = begin(SequenceStart([1], params, 99, frozenset()))
     assert isinstance(strategy, Sloped)
     assert strategy.own == Own(slope=1, shape="line")
     assert DecodingParams(decoding="sloped").slope == 0.5
     assert DecodingParams.of(decoding="sloped") == DecodingParams(decoding="sloped")
-    assert begin([1], DecodingParams(), 99, frozenset()).own == LopaParams()
+    assert begin(SequenceStart([1], DecodingParams(), 99, frozenset())).own == LopaParams()
 
 
 @pytest.mark.parametrize(

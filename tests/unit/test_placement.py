@@ -8,6 +8,7 @@ import pytest
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.parallel.placement import Placement, Share
 from lopa_ascend.types import RowResult, SequencePlan
 
@@ -23,7 +24,7 @@ def plans(seed: int, window: str) -> list[SequencePlan]:
         tau_add=0.3,
         window_attention=window,
     )
-    strategy = begin(list(range(10)), params, 99, frozenset())
+    strategy = begin(SequenceStart(list(range(10)), params, 99, frozenset()))
     out = []
     while (plan := strategy.plan()) is not None:
         out.append(plan)
@@ -113,7 +114,7 @@ def test_rows_share_what_the_anchor_computes_where_the_group_has_it() -> None:
 
 def test_a_row_that_fills_all_slots_needs_pages_in_all_of_them() -> None:
     params = DecodingParams(base="fast_dllm", num_branches=3, block_size=8, max_new_tokens=24)
-    plan = begin(list(range(10)), params, 99, frozenset()).plan()
+    plan = begin(SequenceStart(list(range(10)), params, 99, frozenset())).plan()
     assert plan is not None
     assert plan.fills_all_slots
     assert Placement(2).slot_ends(plan) == (34, 34)

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.types import RowResult, SequencePlan
+from tests.answers import final_tokens
 from tests.tiers import examples
 
 MASK, EOS, VOCAB = 50, 7, 40
@@ -45,7 +47,7 @@ def answer(plan: SequencePlan, seed: int, round_: int) -> list[RowResult]:
 def drive(setup: dict, seed: int, finish: bool):
     """Yields (strategy, record) after each step."""
     params = DecodingParams(**setup, finish_at_eos=finish)
-    strategy = begin([1, 2, 3], params, MASK, frozenset([EOS]))
+    strategy = begin(SequenceStart([1, 2, 3], params, MASK, frozenset([EOS])))
     while (plan := strategy.plan()) is not None:
         yield strategy, strategy.absorb(plan, answer(plan, seed, strategy.num_forwards), 0, 0)
     yield strategy, None
@@ -78,7 +80,7 @@ def test_finishing_early_changes_no_visible_token(setup: dict, seed: int) -> Non
     visible = list(whole.answer.tokens)
     if not setup["ignore_eos"] and EOS in visible:
         visible = visible[: visible.index(EOS)]
-    assert early.final_tokens() == visible
+    assert final_tokens(early) == visible
     assert early.num_forwards <= whole.num_forwards
 
 
@@ -87,15 +89,15 @@ def test_finishing_early_changes_no_visible_token(setup: dict, seed: int) -> Non
 def test_what_is_final_only_grows(setup: dict, seed: int) -> None:
     final: list[int] = []
     for strategy, _ in drive(setup, seed, finish=True):
-        assert strategy.final_tokens()[: len(final)] == final
-        final = strategy.final_tokens()
+        assert final_tokens(strategy)[: len(final)] == final
+        final = final_tokens(strategy)
 
 
 @settings(max_examples=examples(100))
 @given(setups, st.integers(0, 10**6))
 def test_plans_are_consistent(setup: dict, seed: int) -> None:
     params = DecodingParams(**setup)
-    strategy = begin([1, 2, 3], params, MASK, frozenset([EOS]))
+    strategy = begin(SequenceStart([1, 2, 3], params, MASK, frozenset([EOS])))
     while (plan := strategy.plan()) is not None:
         assert strategy.plan() == plan, "a plan changes nothing"
         assert 1 <= len(plan.rows) <= plan.max_rows == 1 + params.lookaheads
@@ -110,4 +112,4 @@ def test_plans_are_consistent(setup: dict, seed: int) -> None:
             assert not any(MASK == t for t in row.tokens[: plan.num_new])
         branches = strategy.branches
         record = strategy.absorb(plan, answer(plan, seed, strategy.num_forwards), 0, 0)
-        assert strategy.anchor == strategy.advance(branches[record.winner], record.fills)
+        assert strategy.anchor == strategy.open(strategy.advance(branches[record.winner], record.fills))

@@ -11,6 +11,7 @@ from hypothesis import given
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.decode import begin
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.types import Fill, RowResult
 from tests import research
 from tests.unit.test_acceptance import blocks, entropies, exact, fills, most, shares
@@ -24,7 +25,7 @@ def registered() -> Iterator[None]:
 
 def accepted(block: list[tuple[float, float]], **fields: Any) -> list[Fill]:
     """What the rule of a decoding lets through of one block."""
-    return begin([1], DecodingParams.of(**fields), 99, frozenset()).accept(fills(block))
+    return begin(SequenceStart([1], DecodingParams.of(**fields), 99, frozenset())).accept(fills(block))
 
 
 @given(blocks, entropies)
@@ -56,7 +57,7 @@ def test_the_entropy_bound_gets_entropies() -> None:
 
 def test_without_branches_they_extend_d2f() -> None:
     params = DecodingParams(decoding="frechet", num_branches=0, block_size=4, max_new_tokens=4)
-    strategy = begin([1], params, 99, frozenset())
+    strategy = begin(SequenceStart([1], params, 99, frozenset()))
     plan = strategy.plan()
     assert plan is not None
     probs = (0.9, 0.95, 0.3, 0.9)

@@ -10,9 +10,10 @@ import pytest
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.types import Alternatives, RowPlan, RowResult, SequencePlan, StepRecord
 from tests import research
+from tests.answers import final_tokens
 
 EOS, MASK = 3, 99
 
@@ -41,7 +42,7 @@ def started(rows: list[tuple[float, Alternatives]], **changes: Any) -> Strategy:
     """
     fields = {"block_size": len(rows), "max_new_tokens": len(rows), "tau_conf": 1.0, "num_branches": 2, **changes}
     params = DecodingParams.of(decoding="pivot", top_logprobs=2, **fields)
-    strategy = begin([1], params, MASK, frozenset([EOS]))
+    strategy = begin(SequenceStart([1], params, MASK, frozenset([EOS])))
     plan = strategy.plan()
     assert plan is not None
     best = [tokens[0] for _, tokens in rows]
@@ -124,7 +125,7 @@ def test_the_last_mask_is_not_filled_without_a_pass() -> None:
     assert [row.masked for row in plan.rows] == [(), (), (2,)]
     record = strategy.absorb(plan, [with_entropies(row, lambda position: 1.0) for row in plan.rows], 0, 0)
     assert record.winner == 2
-    assert strategy.final_tokens() == [10, 10]
+    assert final_tokens(strategy) == [10, 10]
 
 
 @pytest.mark.parametrize(

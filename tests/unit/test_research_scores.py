@@ -11,6 +11,7 @@ from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.lopa import Lopa
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.types import Fill, RowPlan, RowResult, SequencePlan
 from tests import research
 
@@ -23,7 +24,7 @@ def registered() -> Iterator[None]:
 
 def scores(branches: list[Branch], rows: list[tuple[float, ...]], params: DecodingParams) -> list[Fraction]:
     """The scores of branches whose masked positions have these probabilities."""
-    strategy = begin([1], params, 99, frozenset())
+    strategy = begin(SequenceStart([1], params, 99, frozenset()))
     assert isinstance(strategy, Lopa)
     strategy.branches = branches
     plans = tuple(RowPlan(0, (), 0, (), tuple(range(len(row)))) for row in rows)
@@ -46,7 +47,7 @@ def test_entropy_scores_branches_and_leaves_positions_to_the_probability() -> No
         decoding="entropy_score", num_branches=2, block_size=4, max_new_tokens=4, tau_conf=1.0
     )  # fmt: skip
     assert params.ranking == "neg_entropy"
-    strategy = begin([1], params, 99, frozenset())
+    strategy = begin(SequenceStart([1], params, 99, frozenset()))
     plan = strategy.plan()
     assert plan is not None
     strategy.absorb(plan, [RowResult((1, 2, 3, 4), (0.9, 0.8, 0.7, 0.2), (-3.0, -1.0, -2.0, -0.5))], 0, 0)
@@ -65,7 +66,7 @@ def test_entropy_scores_branches_and_leaves_positions_to_the_probability() -> No
 
 def test_with_entropies_lookaheads_still_rank_by_probability() -> None:
     params = DecodingParams(decoding="entropy_score", block_size=4, max_new_tokens=4, tau_conf=1.0, num_branches=2)
-    strategy = begin([1], params, 99, frozenset())
+    strategy = begin(SequenceStart([1], params, 99, frozenset()))
     plan = strategy.plan()
     assert plan is not None
     strategy.absorb(plan, [RowResult((1, 2, 3, 4), (0.9, 0.5, 0.6, 0.7), (-0.1, -0.2, -0.3, -0.4))], 0, 0)

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from lopa_ascend.config import DecodingParams, Limits, ParameterError
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.constraint import Constraint
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.decode.thinking import ThinkingMatcher
 from lopa_ascend.serve.http.body import read_body
 from lopa_ascend.serve.http.encoding import pieces
@@ -29,6 +30,7 @@ from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.reasoning import ReasoningReader
 from lopa_ascend.types import DREAM, GenerationOutput, Progress, RowResult, Thinking, TokenRun, Update
+from tests.answers import final_tokens
 from tests.tiny import tiny_tokenizer
 
 TEMPLATE = Path(__file__).parents[1] / "thinking.jinja"
@@ -322,20 +324,20 @@ def test_decodings_think_as_long_as_they_may_and_answer_then(options: dict[str, 
     rng, end = random.Random(3), 316
     params = DecodingParams.of(max_new_tokens=64, block_size=8, structured_outputs={"regex": WORD}, **options)
     constraint = Constraint(matcher(Thinking(is_open, (OPEN,), (CLOSE,), 10)), [end])
-    strategy = begin((1, 2), params, 319, frozenset([end]), properties=DREAM, constraint=constraint)
+    strategy = begin(SequenceStart((1, 2), params, 319, frozenset([end]), properties=DREAM, constraint=constraint))
     thinks = [OPEN, *ENCODED("abcdefgh")]
     while (plan := strategy.plan()) is not None:
         results = []
         for row in plan.rows:
             tokens = [OPEN if position == 2 and not is_open else rng.choice(thinks) for position in row.masked]
             if row.masked:
-                allowed = strategy.allowed(row)
+                allowed = strategy.grammar.allowed(strategy.anchor, row)
                 fitting = [token for token in range(320) if allowed >> token & 1]
                 tokens[0] = tokens[0] if tokens[0] in fitting else fitting[0]
             probs = tuple(rng.random() for _ in tokens)
             results.append(RowResult(tuple(tokens), probs, probs))
         strategy.absorb(plan, results, 0, 0)
-    answer = strategy.final_tokens()[not is_open :]
+    answer = final_tokens(strategy)[not is_open :]
     assert answer.index(CLOSE) == 10
     assert tiny_tokenizer().decode(answer[11:]) in ("yes", "no")
 

@@ -14,8 +14,10 @@ from lopa_ascend.config.combinations import fitting_defaults
 from lopa_ascend.config.decodings import values_of
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.lopa import Lopa
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.decode.verified import draft_ranks
 from lopa_ascend.types import RowPlan, RowResult, SequencePlan, StepRecord
+from tests.answers import final_tokens
 from tests.tiers import examples, slow_but
 
 MASK, EOS, VOCAB, PROMPT = 50, 7, 40, (1, 2, 3)
@@ -67,7 +69,7 @@ class Model:
 def run(setup: dict, seed: int, **changes):
     """Yields (strategy, plan, results, record) after each pass."""
     params = DecodingParams(**{**setup, **changes})
-    strategy, model = begin(PROMPT, params, MASK, frozenset([EOS])), Model(seed)
+    strategy, model = begin(SequenceStart(PROMPT, params, MASK, frozenset([EOS]))), Model(seed)
     while (plan := strategy.plan()) is not None:
         results = [model.row(row) for row in plan.rows]
         record = strategy.absorb(plan, results, 0, 0)
@@ -86,7 +88,7 @@ def decoded(setup: dict, seed: int, **changes) -> tuple[list[int], list[float], 
         own = sorted(zip(since, won.own_fills, strict=True), key=lambda pair: (pair[0], pair[1].position))
         order += [(fill.position, fill.token) for _, fill in own]
         order += [(fill.position, fill.token) for fill in record.fills]
-    tokens = strategy.final_tokens()
+    tokens = final_tokens(strategy)
     return tokens, strategy.answer.probs[: len(tokens)], strategy.num_forwards, order
 
 
@@ -224,7 +226,7 @@ def test_exact_follows_d2f_in_opening_blocks(tau_add: float, winner: int) -> Non
     params = DecodingParams(
         block_size=4, max_new_tokens=12, num_branches=2, tau_conf=1.0, tau_add=tau_add, branch_acceptance="exact"
     )
-    strategy = begin([1], params, MASK, frozenset())
+    strategy = begin(SequenceStart([1], params, MASK, frozenset()))
     for expected in (0, winner):  # two passes: in the second one the anchor confirms the better draft
         plan = strategy.plan()
         assert plan is not None
@@ -239,7 +241,7 @@ def test_a_draft_without_masks_has_not_won() -> None:
     params = DecodingParams(block_size=4, max_new_tokens=4, num_branches=2)
     row = RowResult((1, 2, 3, 4), (0.95, 0.95, 0.95, 0.2), (0.95, 0.95, 0.95, 0.2))
     for acceptance, passes in (("published", 1), ("verified", 2), ("exact", 2)):
-        strategy = begin([1], params.changed(branch_acceptance=acceptance), MASK, frozenset())
+        strategy = begin(SequenceStart([1], params.changed(branch_acceptance=acceptance), MASK, frozenset()))
         plan = strategy.plan()
         assert plan is not None
         strategy.absorb(plan, [row], 0, 0)
@@ -248,7 +250,7 @@ def test_a_draft_without_masks_has_not_won() -> None:
             results = [last if row.masked else RowResult((), (), ()) for row in plan.rows]
             assert strategy.absorb(plan, results, 0, 0).winner == len(plan.rows) - 1  # 4 is not confirmed
         assert strategy.num_forwards == passes
-        assert strategy.final_tokens() == [1, 2, 3, 4 if acceptance == "published" else 5]
+        assert final_tokens(strategy) == [1, 2, 3, 4 if acceptance == "published" else 5]
 
 
 def test_exact_saves_as_many_passes_as_there_are_branches_in_a_row() -> None:
@@ -257,7 +259,7 @@ def test_exact_saves_as_many_passes_as_there_are_branches_in_a_row() -> None:
     params = DecodingParams(
         block_size=8, max_new_tokens=8, num_branches=4, tau_conf=1.0, branch_acceptance="exact", lookahead_depth=3
     )
-    strategy = begin([1], params, MASK, frozenset())
+    strategy = begin(SequenceStart([1], params, MASK, frozenset()))
     winners = []
     while (plan := strategy.plan()) is not None:
         results = []
@@ -269,7 +271,7 @@ def test_exact_saves_as_many_passes_as_there_are_branches_in_a_row() -> None:
         won = record.branches[record.winner]
         assert won.confirmed_by == {0: (), 3: (4, 0, 1), 1: (4, 0)}[record.winner]
     assert winners == [0, 3, 1]  # 1, 4 and 3 positions; with the last one the block is to be committed
-    assert strategy.final_tokens() == [5] * 8
+    assert final_tokens(strategy) == [5] * 8
 
 
 def test_what_drafts_hold() -> None:
@@ -285,7 +287,7 @@ def test_what_drafts_hold() -> None:
     params = DecodingParams(
         block_size=4, max_new_tokens=8, num_branches=3, tau_add=0.0, branch_acceptance="exact", lookahead_depth=2
     )
-    strategy = begin([1], params, MASK, frozenset())
+    strategy = begin(SequenceStart([1], params, MASK, frozenset()))
     for token in (5, 6):  # so no draft of the first pass is confirmed by the second one
         plan = strategy.plan()
         assert plan is not None
@@ -313,7 +315,7 @@ def test_drafts_of_several_tokens_must_be_confirmed() -> None:
 def test_every_branch_acceptance_has_a_strategy() -> None:
     assert values_of("branch_acceptance") == ("published", "verified", "exact")
     for name in values_of("branch_acceptance"):
-        strategy = begin([1], DecodingParams(branch_acceptance=name), MASK, frozenset())
+        strategy = begin(SequenceStart([1], DecodingParams(branch_acceptance=name), MASK, frozenset()))
         assert isinstance(strategy, Lopa)
         assert strategy.branch_acceptance == name
 

@@ -1,0 +1,144 @@
+"""Following a grammar along the branches of a decoding: the token that is chosen first, what is masked again because it
+does not fit, and what is filled without a prediction because nothing else fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lopa_ascend.decode.blocks import Branch
+from lopa_ascend.decode.constraint import Constraint
+from lopa_ascend.types import Fill, GrammarError, RowPlan
+
+Changes = tuple[list[Fill], list[Fill], list[int]]
+"""The fills of a pass that stay, and ``forced`` and ``remasked`` of its ``StepRecord``."""
+
+
+class NoGrammar:
+    """What a free answer has in the place of a ``GrammarFollower``."""
+
+    binds = False
+    """Whether there is a grammar. If so, it says where the answer ends."""
+
+    def allowed(self, anchor: Branch, row: RowPlan) -> int:
+        """The tokens that may be chosen at the first masked position of a row, as a set (see ``decode.constraint``); 0
+        without a grammar.
+
+        Raises:
+            GrammarError: none fits; so with the other methods.
+        """
+        return 0
+
+    def must_fill(self, branch: Branch) -> int | None:
+        """The position that a pass fills in any case; None: there is none."""
+        return None
+
+    def admits(self, branch: Branch, fill: Fill) -> bool:
+        """Whether a masked position of a branch may be filled so, as far as what is before it is known."""
+        return True
+
+    def follow(self, branch: Branch, extend: Callable[[Branch], Branch], before: Branch | None = None) -> Branch:
+        """The branch after fills, as its grammar has it.
+
+        Args:
+            extend: adds a block that is not activated yet, if the branch may have another one.
+            before: the branch before the fills, if these fill its first mask.
+        """
+        return branch
+
+    def changes(self, anchor: Branch, own_fills: Sequence[Fill], fills: list[Fill], after: Branch) -> Changes:
+        """What a pass has done beside the winner's own tokens.
+
+        Args:
+            anchor: before the pass.
+            own_fills: the winner's.
+            fills: what was chosen.
+            after: the anchor after the pass.
+        """
+        return fills, [], []
+
+
+FREE = NoGrammar()
+
+
+class GrammarFollower(NoGrammar):
+    """Keeps the branches of one request to its grammar.
+
+    Args:
+        mask: token id of the mask.
+        ends: token ids that end the answer.
+        forces_first: whether the first position of a block may be filled without a pass.
+    """
+
+    binds = True
+
+    def __init__(self, constraint: Constraint, mask: int, ends: frozenset[int], *, forces_first: bool = True) -> None:
+        self._constraint, self._mask, self._ends, self._forces_first = constraint, mask, ends, forces_first
+
+    def allowed(self, anchor: Branch, row: RowPlan) -> int:
+        known = max(0, row.start - anchor.first)
+        before = row.tokens[max(0, anchor.first - row.start) : row.masked[0] - row.start]
+        return self._constraint.allowed((*anchor.tokens[:known], *before))
+
+    def must_fill(self, branch: Branch) -> int | None:
+        return branch.first + len(self._beginning(branch)) if branch.masks else None
+
+    def admits(self, branch: Branch, fill: Fill) -> bool:
+        before = branch.tokens[: fill.position - branch.first]
+        return self._mask in before or self._constraint.admitted((*before, fill.token)) > len(before)
+
+    def follow(self, branch: Branch, extend: Callable[[Branch], Branch], before: Branch | None = None) -> Branch:
+        """The filled beginning is followed up to the first mask. A token that does not fit is masked again, with what
+        follows it in its block. Then tokens are filled as long as only one can follow.
+
+        Every pass lets the beginning grow, so there are at most ``max_new_tokens`` of them: each fills the first mask
+        (``must_fill``) with one of the tokens that fit, which therefore stays. Every round here lets it grow, too.
+        """
+        num_before = len(self._beginning(before)) if before is not None and before.masks else -1
+        while True:
+            beginning = self._beginning(branch)
+            num_fitting = self._constraint.admitted(beginning)
+            if num_fitting <= num_before:
+                raise GrammarError("the grammar does not go on with the token that it allowed")
+            num_before = num_fitting
+            if num_fitting < len(beginning):
+                branch = branch.mask_again(num_fitting, self._mask, self._ends)
+                beginning = beginning[:num_fitting]
+            forced = self._constraint.forced(beginning) if self._ends.isdisjoint(beginning) else []
+            if forced and len(beginning) == len(branch.tokens):
+                branch = extend(branch)
+            fills = self._fills_of(forced, branch, len(beginning))
+            if not fills:
+                return branch
+            branch = branch.fill(fills, self._ends)
+
+    def _fills_of(self, forced: Sequence[int], branch: Branch, index: int) -> list[Fill]:
+        """The fills that put forced tokens into the masks from a generated position on, as far as these reach."""
+        firsts = () if self._forces_first else {block.start for block in branch.blocks}
+        fills = []
+        for number, token in enumerate(forced, index):
+            position = branch.first + number
+            if number == len(branch.tokens) or branch.tokens[number] != self._mask or position in firsts:
+                break
+            fills.append(Fill(position, token, 1.0, 1.0))
+        return fills
+
+    def _beginning(self, branch: Branch) -> tuple[int, ...]:
+        """The generated tokens up to the first mask."""
+        return branch.tokens[: branch.tokens.index(self._mask)] if branch.masks else branch.tokens
+
+    def changes(self, anchor: Branch, own_fills: Sequence[Fill], fills: list[Fill], after: Branch) -> Changes:
+        first, tokens = after.first, after.tokens
+        stay = [fill for fill in fills if tokens[fill.position - first] == fill.token]
+        # The winner may have opened another number of blocks than the anchor; these hold masks alone.
+        known = [*anchor.tokens, *[self._mask] * len(tokens)][: len(tokens)]
+        for fill in own_fills:
+            known[fill.position - first] = fill.token
+        filled = {fill.position for fill in stay}
+        forced, remasked = [], []
+        for position, (old, new) in enumerate(zip(known, tokens, strict=True), first):
+            is_filled = position in filled
+            if old != self._mask and (old != new or is_filled):
+                remasked.append(position)
+            if new not in (self._mask, old) and not is_filled:
+                forced.append(Fill(position, new, 1.0, 1.0))
+        return stay, forced, remasked
