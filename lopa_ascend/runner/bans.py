@@ -58,10 +58,10 @@ def _allowed(sequence: Sequence, part: Part) -> list[int]:
 def _banned(sequence: Sequence, part: Part, *, keeps_share: bool) -> list[Banned]:
     """What the filters of one kind ban at each position."""
     filters = [filter_ for filter_ in sequence.filters if filter_.keeps_share is keeps_share]
+    if not filters or not len(part.positions):
+        return [()] * len(part.positions)
     prompt_length = len(sequence.request.prompt)
     places = (part.positions - prompt_length).tolist()
-    if not filters or not places:
-        return [()] * len(places)
     first, banned_by_row = min(places), []
     for row in part.share.rows:
         answer = _answer(sequence, row, prompt_length)

@@ -229,7 +229,7 @@ def _ban(x: Tensor, scoring: Scoring, first: int, bans: Bans | None) -> list[tup
         places.append((every_row, slice(max(scoring.num_token_ids - first, 0), None)))
     if bans is not None:
         tensors, of_row = bans.lists
-        for number in np.unique(of_row[of_row >= 0]):
+        for number in set(of_row[bans.lists.rows].tolist()):
             rows, ids = np.flatnonzero(of_row == number), tensors[number]
             is_here = (ids >= first) & (ids < first + size)
             places.append((torch.from_numpy(rows)[:, None].to(x.device), ids[is_here] - first))
