@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.config.combinations import decodings_that_take, default_of, listed, rules_of, values_taken
+from lopa_ascend.config.combinations import declaration, decodings_that_take, listed, rules_of, values_taken
 from lopa_ascend.config.decodings import built_in_decodings, variants_of, with_graphs
 from lopa_ascend.config.kinds import Choice
 from lopa_ascend.config.parameters import UsualParams
@@ -46,7 +46,7 @@ def rules_table() -> str:
     rows = [row for name, parameter in DecodingParams.parameters().items() for row in _takers(name, parameter)]
     for strategy in chain.from_iterable(map(variants_of, built_in_decodings())):
         for rule in rules_of(strategy):
-            free = tuple(value for value in (default_of(rule.param), *rule.free) if value is not None)
+            free = tuple(value for value in (declaration(rule.param).default, *rule.free) if value is not None)
             rows.append((f"`{rule.param}`", f"`{rule.needs}` {listed(rule.choices)}", listed(free) or "none"))
     return _markdown([RULE_TITLES, *dict.fromkeys(rows)])
 

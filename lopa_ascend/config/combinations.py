@@ -13,7 +13,7 @@ from typing import Any
 from lopa_ascend.config.decodings import all_decodings, find_decoding, own_parameters, variants_of
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.parameters import MIN_TEMPERATURE, UsualParams
-from lopa_ascend.config.settings import settings
+from lopa_ascend.config.settings import Parameter, settings
 from lopa_ascend.types import Grammar
 
 IN_JSON = {"True": "true", "False": "false", "None": "null"}
@@ -63,9 +63,11 @@ def rules_of(strategy: type[Any]) -> tuple[Rule, ...]:
     return tuple(rule for owner in reversed(strategy.__mro__) for rule in vars(owner).get("rules", ()))
 
 
-def default_of(name: str) -> Any:
-    """The default of a parameter, whichever decoding it is of."""
-    return (settings(UsualParams).get(name) or own_parameters(all_decodings())[name]).default
+def declaration(name: str) -> Parameter:
+    """The declaration of a parameter, whichever decoding it is of."""
+    found = settings(UsualParams).get(name) or own_parameters(all_decodings())[name]
+    assert isinstance(found, Parameter)
+    return found
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,12 +80,14 @@ def values_taken(strategy: type[Any], name: str) -> tuple[object, ...] | None:
     """The values of a parameter that a decoding takes; None: all. Of a parameter that it does not have it takes the
     default, unless ``Strategy.only`` says what it does instead."""
     is_declared = name in settings(strategy.parameters) or name in settings(UsualParams)
-    only: Only = None if is_declared else ()
+    only: Only = None if is_declared or declaration(name).is_inert else ()
     if name in strategy.told_apart_by:
         only = (getattr(strategy, name),)
     elif stated := [vars(owner)["only"] for owner in strategy.__mro__ if name in vars(owner).get("only", ())]:
         only = stated[0][name]
-    return only if only is None or (only and not is_declared) else tuple(dict.fromkeys((default_of(name), *only)))
+    return (
+        only if only is None or (only and not is_declared) else tuple(dict.fromkeys((declaration(name).default, *only)))
+    )
 
 
 def takes(strategy: type[Any], name: str, value: object) -> bool:
@@ -125,7 +129,7 @@ def check_combinations(strategy: type[Any], given: Mapping[str, Any]) -> None:
         least, most = values["min_new_tokens"], values["max_new_tokens"]
         raise ParameterError("min_new_tokens", lambda spelt: f"{least} exceeds {spelt('max_new_tokens')} {most}")
     needed = strategy.confidence
-    if needed is not None and values["confidence"] not in (needed, default_of("confidence")):
+    if needed is not None and values["confidence"] not in (needed, declaration("confidence").default):
         message = f'"{values["confidence"]}" does not go with decoding "{values["decoding"]}", which uses "{needed}"'
         raise ParameterError("confidence", message)
 
@@ -212,7 +216,7 @@ def is_sampling(temperature: Any) -> bool:
 
 def _with_default(name: str, values: tuple[object, ...]) -> tuple[object, ...]:
     """These values and the default before them, but for None."""
-    default = default_of(name)
+    default = declaration(name).default
     return values if default is None or default in values else (default, *values)
 
 

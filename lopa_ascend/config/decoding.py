@@ -10,6 +10,7 @@ from typing import Any
 
 from lopa_ascend.config.combinations import (
     check_combinations,
+    declaration,
     values_taken,
 )
 from lopa_ascend.config.decodings import (
@@ -91,8 +92,7 @@ class DecodingParams(UsualParams):
         if name not in own_parameters(all_decodings()):
             raise AttributeError(f"DecodingParams has no parameter {name!r}")
         taken = values_taken(self.strategy, name)
-        assert taken is not None, "the decoding has no such parameter"
-        return taken[0]
+        return taken[0] if taken else declaration(name).default
 
     @property
     def lookaheads(self) -> int:

@@ -95,6 +95,8 @@ class Parameter(Setting):
     off: tuple[float, ...] = ()
     """Values with which a request switches the parameter off; they are stored as None."""
     graphs: GraphSupport = GraphSupport.ANY
+    is_inert: bool = False
+    """A decoding that does not have the parameter takes any value of it: it says how to do what that one does not."""
     own_field: bool = False
     """Bodies of requests get no field for the parameter from this declaration. Routes that take it have a field of
     their own, as ``logprobs``."""

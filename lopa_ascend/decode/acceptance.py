@@ -54,14 +54,13 @@ class BlockParams:
         graphs=GraphSupport.DEFAULT,
     )
     acceptance_factor: float = research(
-        1.0,
-        Number(0, 1000),
-        'bound of `acceptance` "factor"; higher is faster and less accurate',
+        1.0, Number(0, 1000), 'bound of `acceptance` "factor"; higher is faster and less accurate', is_inert=True
     )
     max_entropy: float = research(
         0.5,
         Number(0, 100),
         'bound of `acceptance` "entropy", in nats; higher is faster and less accurate',
+        is_inert=True,
     )
     denoising_steps: int | None = research(
         None,

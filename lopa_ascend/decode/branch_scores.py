@@ -29,15 +29,21 @@ class ScoreParams:
         'score of a branch from the confidences of its masked positions: "mean" of all; "tail": mean of the '
         'lowest; "window": lowest mean over consecutive positions',
         graphs=GraphSupport.DEFAULT,
+        is_inert=True,
     )
     tail_fraction: float = research(
-        0.5, Number(0, 1), 'fraction of the masked positions that `branch_score` "tail" averages', group=None
+        0.5,
+        Number(0, 1),
+        'fraction of the masked positions that `branch_score` "tail" averages',
+        group=None,
+        is_inert=True,
     )
     score_window: int = research(
         8,
         Integer(1, INT32_MAX),
         'number of consecutive masked positions that `branch_score` "window" averages',
         group=None,
+        is_inert=True,
     )
     creation_weight: float = research(
         0.0,
@@ -45,6 +51,7 @@ class ScoreParams:
         "weight of the confidence of a branch's own lookahead token in the branch's score",
         group=None,
         graphs=GraphSupport.DEFAULT,
+        is_inert=True,
     )
 
 

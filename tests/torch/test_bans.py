@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from lopa_ascend import DecodingParams
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.core import Request, Sequence
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.decode.filters import BadWords, EarlyEnds, Filter
+from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.runner.bans import bans_for
@@ -59,7 +60,7 @@ def sequence(filters: tuple[Filter, ...] = (), allowed: int | None = None) -> tu
     1 with token 5; and where it lies in a batch."""
     params = DecodingParams(decoding="d2f", block_size=4, max_new_tokens=4)
     constraint = None if allowed is None else Constraint(Fixed(allowed), [END])
-    strategy = begin(PROMPT, params, MASK, frozenset([END]), constraint=constraint)
+    strategy = begin(SequenceStart(PROMPT, params, MASK, frozenset([END]), constraint=constraint))
     known = (*PROMPT, 4)
     rows = (
         RowPlan(0, (*known, 5, MASK, MASK), 3, (3, 7), (5, 6)),

@@ -30,7 +30,7 @@ QUERY_BLOCK = 32
 """The fewest queries that torch's flash attention makes one task of."""
 
 
-class Batch(NamedTuple):
+class AttentionBatch(NamedTuple):
     """Entries of one length that attend to equally many keys: one call of flash attention."""
 
     num_entries: int
@@ -44,7 +44,7 @@ class Reading:
 
     positions: Tensor
     """Flat cache positions, int64 [entries, keys], or [1, keys] where all entries of the batches see the same keys."""
-    batches: tuple[Batch, ...]
+    batches: tuple[AttentionBatch, ...]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def plan_own_part(entries: Entries, page_size: int) -> tuple[list[Reading], list
         members = list(group)
         begins = [prefixes[i] for i in members]
         positions = flat_positions(entries.page_tables[members], begins, num_keys, page_size)
-        readings.append(Reading(positions, (Batch(len(members), length),)))
+        readings.append(Reading(positions, (AttentionBatch(len(members), length),)))
         batches.append(members)
     return readings, batches
 
@@ -118,7 +118,9 @@ def plan_prefix_part(entries: Entries, page_size: int) -> tuple[list[Reading], l
         by_length = [list(batch) for _, batch in groupby(members, entries.lengths.__getitem__)]
         first_table = entries.page_tables[members[:1]]
         positions = flat_positions(first_table, [0], entries.prefixes[prefix_group], page_size)
-        readings.append(Reading(positions, tuple(Batch(len(batch), entries.lengths[batch[0]]) for batch in by_length)))
+        readings.append(
+            Reading(positions, tuple(AttentionBatch(len(batch), entries.lengths[batch[0]]) for batch in by_length))
+        )
         batches += by_length
     return readings, batches
 
