@@ -112,7 +112,7 @@ def test_an_error_gets_the_place_and_the_names_of_a_request() -> None:
     assert (type(below), below.param) == (ContextLengthError, "messages[3].parts[0]")
     assert str(below.at("x")) == "x: 9 exceeds size.max {5}, true"
     with pytest.raises(ParameterError) as refused:
-        DecodingParams(structured_outputs={"choice": ["a", ""]})  # type: ignore[arg-type]
+        DecodingParams(structured_outputs={"choice": ["a", ""]})
     assert refused.value.path == ("structured_outputs", "choice", 1)
 
 
