@@ -153,7 +153,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "two fields": ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     "schema of a function": (
         functions(name="f", parameters={"properties": {"x": {"type": 7}}}),
-        "tools[2].function.parameters",
+        "tools[2].function.parameters.properties.x.type",
     ),
     "function twice": (functions(name="stop"), "tools[2].function.name"),
     "unknown function": (
