@@ -152,8 +152,6 @@ class Variant(Choice):
     def allowed(self) -> str:
         return Choice(self.known).allowed()
 
-    def checked(self, value: object) -> object:
-        return Choice(self.known).checked(value)
 
 
 def variants_of(name: object) -> tuple[type[Any], ...]:

@@ -120,8 +120,8 @@ class Choice(Kind):
         return self.choices
 
     def checked(self, value: object) -> object:
-        if not (isinstance(value, str) and value in self.choices):
-            raise ValueError(f"unknown value {shown(value)}; choose one of {', '.join(self.choices)}")
+        if not (isinstance(value, str) and value in self.known):
+            raise ValueError(f"unknown value {shown(value)}; choose one of {', '.join(self.known)}")
         return str(value)  # numpy.str_ is a str too, and cannot be sent to other processes
 
     def allowed(self) -> str:
