@@ -32,9 +32,9 @@ class NoGrammar:
         """The position that a pass fills in any case; None: there is none."""
         return None
 
-    def admits(self, branch: Branch, fill: Fill) -> bool:
-        """Whether a masked position of a branch may be filled so, as far as what is before it is known."""
-        return True
+    def admitted(self, branch: Branch, fills: list[Fill]) -> list[Fill]:
+        """Those of some fills of masked positions that fit, as far as what is before them is known."""
+        return fills
 
     def follow(self, branch: Branch, extend: Callable[[Branch], Branch], before: Branch | None = None) -> Branch:
         """The branch after fills, as its grammar has it.
@@ -82,9 +82,13 @@ class GrammarFollower(NoGrammar):
     def must_fill(self, branch: Branch) -> int | None:
         return branch.first + len(self._beginning(branch)) if branch.masks else None
 
-    def admits(self, branch: Branch, fill: Fill) -> bool:
-        before = branch.tokens[: fill.position - branch.first]
-        return self._mask in before or self._constraint.admitted((*before, fill.token)) > len(before)
+    def admitted(self, branch: Branch, fills: list[Fill]) -> list[Fill]:
+        first, beginning = self.must_fill(branch), self._beginning(branch)
+        return [
+            fill
+            for fill in fills
+            if fill.position != first or self._constraint.admitted((*beginning, fill.token)) > len(beginning)
+        ]
 
     def follow(self, branch: Branch, extend: Callable[[Branch], Branch], before: Branch | None = None) -> Branch:
         """The filled beginning is followed up to the first mask. A token that does not fit is masked again, with what

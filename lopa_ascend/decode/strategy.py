@@ -221,8 +221,9 @@ class Strategy(ABC):
         self.is_stuck = len(fills) == fallbacks
         after = self.advance(branch, fills, edits)
         fills, forced, remasked = self.grammar.changes(self.anchor, branch.own_fills, fills, after)
-        masked = [fill for fill in predicted if after.token_at(fill.position) == self.mask]
-        open_positions = [fill for fill in masked if self.grammar.admits(after, fill)]
+        tokens, first = after.tokens, after.first
+        masked = [fill for fill in predicted if tokens[fill.position - first] == self.mask]
+        open_positions = self.grammar.admitted(after, masked)
         self.branches = [self.open(branch) for branch in self.spawn(after, open_positions)]
         record = StepRecord(
             index=self.num_forwards,
