@@ -56,7 +56,7 @@ class Target:
 
 TARGETS = {
     "decode": Target(
-        ("lopa_ascend/decode/blocks.py", "lopa_ascend/decode/strategy.py", "lopa_ascend/decode/d2f.py")
+        ("lopa_ascend/decode/blocks.py", "lopa_ascend/decode/strategy.py", "lopa_ascend/decode/block_pipeline.py")
         + ("lopa_ascend/decode/lopa.py", "lopa_ascend/decode/branch_scores.py", "lopa_ascend/decode/filters.py"),
         ("tests/unit/test_blocks.py", "tests/unit/test_lopa.py", "tests/unit/test_filters.py")
         + ("tests/unit/test_policy.py", "tests/unit/test_canvas.py", "tests/unit/test_verified.py")

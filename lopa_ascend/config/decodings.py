@@ -153,7 +153,6 @@ class Variant(Choice):
         return Choice(self.known).allowed()
 
 
-
 def variants_of(name: object) -> tuple[type[Any], ...]:
     """The classes of a decoding, the usual one first; none if there is none of this name.
 

@@ -12,7 +12,7 @@ from lopa_ascend.config.settings import GraphSupport, research
 from lopa_ascend.decode.acceptance import COMBINATIONS, BlockParams, filled_in
 from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
 from lopa_ascend.decode.editing import Editing
-from lopa_ascend.decode.strategy import SequenceStart, Strategy
+from lopa_ascend.decode.strategy import Only, SequenceStart, Strategy
 from lopa_ascend.types import Fill, RowPlan, SequencePlan
 
 WINDOW_ATTENTIONS = ("block_causal", "full")
@@ -54,6 +54,7 @@ class BlockPipeline(Strategy):
     has_graphs = True
     parameters = PipelineParams
     own: PipelineParams
+    only: ClassVar[Only] = {"branch_acceptance": ("published", "verified", "exact")}  # of one branch
     rules: ClassVar[tuple[Rule, ...]] = (
         *COMBINATIONS,
         Rule("editing_threshold", "tau_add", (1,)),  # the next block would open beside one that is not final

@@ -50,6 +50,7 @@ class FastDllmV2(BlockPipeline):
     own: FastDllmV2Params
     only: ClassVar[Only] = {
         "acceptance": ("threshold", "factor", "entropy"),
+        "branch_acceptance": (),
         "denoising_steps": (),
         "editing_threshold": (),
         "max_active_blocks": (),

@@ -215,7 +215,7 @@ def test_a_model_runs_on_int8_and_as_the_definitions_say(
     assert "int8 weights are multiplied exactly" in llm.engine.ranks[0].linear
     found = tokens(llm, PROMPTS)
     assert found != tokens(LLM(path, dtype=dtype), PROMPTS)
-    monkeypatch.setattr("lopa_ascend.backend.cpu.CpuOps", lambda **_: PlainProducts())
+    monkeypatch.setattr("lopa_ascend.backend.cpu.ops.CpuOps", lambda **_: PlainProducts())
     assert tokens(LLM(path, quantization="w8a8", dtype=dtype), PROMPTS) == found
 
 

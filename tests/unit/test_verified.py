@@ -309,7 +309,7 @@ def test_drafts_of_several_tokens_must_be_confirmed() -> None:
     defaults = {"branch_acceptance": "exact", "lookahead_depth": 8}
     for asked in ({"branch_acceptance": "published"}, {"decoding": "parallel"}, {"base": "fast_dllm"}):
         assert "lookahead_depth" not in fitting_defaults(defaults, asked)
-    assert fitting_defaults(defaults, {"decoding": "d2f"}) == {}
+    assert fitting_defaults(defaults, {"decoding": "d2f"}) == {"branch_acceptance": "exact"}
 
 
 def test_every_branch_acceptance_has_a_strategy() -> None:
