@@ -265,7 +265,7 @@ def test_an_installed_package_is_served(tmp_path: Path) -> None:
             assert answer.json()["choices"][0]["token_ids"] == list(expected.token_ids), variant
         wrong = server.http.post("/v1/completions", json={"prompt": [5], "acceptance_gamma": 1.0})
         assert wrong.status_code == 400
-        message = 'does not go with decoding "lopa"; it is for "entropy_bound"'
+        message = 'does not go with decoding "lopa"; use decoding "entropy_bound"'
         assert wrong.json()["error"]["param"] == "acceptance_gamma"
         assert message in wrong.json()["error"]["message"]
         schema = server.http.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]
