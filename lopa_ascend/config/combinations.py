@@ -20,7 +20,6 @@ IN_JSON = {"True": "true", "False": "false", "None": "null"}
 """How requests spell values that messages of rules hold."""
 MAX_SHOWN = 100
 """Most characters of a value in a message."""
-Only = tuple[object, ...] | None
 COMPARED = (str, int, float, tuple, list, Mapping, Grammar)
 """Types of values. What has another one is left to the check of the parameter itself."""
 
@@ -79,15 +78,15 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 def values_taken(strategy: type[Any], name: str) -> tuple[object, ...] | None:
     """The values of a parameter that a decoding takes; None: all. Of a parameter that it does not have it takes the
     default, unless ``Strategy.only`` says what it does instead."""
-    is_declared = name in settings(strategy.parameters) or name in settings(UsualParams)
-    only: Only = None if is_declared or declaration(name).is_inert else ()
+    has_it = name in settings(strategy.parameters) or name in settings(UsualParams)
+    values: tuple[object, ...] | None = None if has_it or declaration(name).is_inert else ()
     if name in strategy.told_apart_by:
-        only = (getattr(strategy, name),)
+        values = (getattr(strategy, name),)
     elif stated := [vars(owner)["only"] for owner in strategy.__mro__ if name in vars(owner).get("only", ())]:
-        only = stated[0][name]
-    return (
-        only if only is None or (only and not is_declared) else tuple(dict.fromkeys((declaration(name).default, *only)))
-    )
+        values = stated[0][name]
+    if values is None or (values and not has_it):
+        return values
+    return tuple(dict.fromkeys((declaration(name).default, *values)))
 
 
 def takes(strategy: type[Any], name: str, value: object) -> bool:

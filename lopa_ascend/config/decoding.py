@@ -8,11 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from lopa_ascend.config.combinations import (
-    check_combinations,
-    declaration,
-    values_taken,
-)
+from lopa_ascend.config.combinations import check_combinations, declaration, values_taken
 from lopa_ascend.config.decodings import (
     Decodings,
     all_decodings,

@@ -24,8 +24,6 @@ BUILT_IN = "lopa_ascend.decode"
 """The package that registers the built-in decodings when it is imported: not before use, because it needs this one."""
 GROUP = "lopa_ascend.decodings"
 """The group of entry points."""
-ATTRIBUTES = ("base", "check", "confidence", "description", "fits", "only", "parameters", "rules", "told_apart_by")
-"""What is asked of a decoding's class here, beside what it does."""
 Decodings = tuple[tuple[str, tuple[type[Any], ...]], ...]
 """Names with their classes, the usual one first."""
 _registered: dict[str, tuple[type[Any], ...]] = {}
@@ -91,8 +89,7 @@ def with_graphs(decoding: str) -> bool:
 
 
 def all_decodings() -> Decodings:
-    """All decodings of this process, but for those that cannot be loaded; a request that names one of
-    these is told why."""
+    """The decodings of this process that can be loaded. A request that names another one is told why not."""
     import_module(BUILT_IN)
     for name in _installed():
         with suppress(ValueError):
@@ -175,8 +172,8 @@ def variants_of(name: object) -> tuple[type[Any], ...]:
 
 
 def _check_strategy(name: str, strategy: type[Any]) -> None:
-    """Refuses what has not the attributes of ``Strategy``: every request would fail because of them."""
-    if not all(hasattr(strategy, attribute) for attribute in ATTRIBUTES):
+    """Refuses a class that no request could be decoded by."""
+    if not (isinstance(strategy, type) and issubclass(strategy, import_module(BUILT_IN).Strategy)):
         raise ValueError(f"decoding {name!r} must be a subclass of lopa_ascend.decode.strategy.Strategy")
     if not (isinstance(strategy.parameters, type) and is_dataclass(strategy.parameters)):
         raise ValueError(f"decoding {name!r}: its `parameters` must be a dataclass, got {strategy.parameters!r}")
