@@ -98,11 +98,12 @@ def read_config(
 
 
 def fields_of(config: Mapping[str, Any], source: str, family: Family) -> Fields:
-    """The fields of a ``config.json`` without those that are null, and what its family has in place of missing ones.
+    """The fields of a ``config.json``. Null counts as missing; for missing fields the family has values.
 
     Raises:
         ConfigError: ``model_type`` is not that of the family, or a field that says what another one is is malformed.
     """
+    config = {name: value for name, value in config.items() if value is not None}
     own = Fields(config, source)
     implied = {} if family.implied is None else family.implied(own)
     defaults = {family.names.get(name, name): value for name, value in family.defaults.items()}

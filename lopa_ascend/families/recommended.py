@@ -28,8 +28,7 @@ def recommendations(model: str | Path) -> dict[str, dict[str, Any]]:
     family = family_of(model)
     if family is not None and family.properties.is_block_causal:
         file = Path(model) / "config.json"
-        config = {name: value for name, value in read_json_object(file, ConfigError).items() if value is not None}
-        size = fields_of(config, str(file), family).integer("block_size", MAX_BLOCK)
+        size = fields_of(read_json_object(file, ConfigError), str(file), family).integer("block_size", MAX_BLOCK)
         found[f"{family.source} and config.json"] = {**family.recommended, "block_size": size}
     elif family is not None and family.recommended:
         found[family.source] = dict(family.recommended)
