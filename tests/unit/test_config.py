@@ -15,6 +15,7 @@ from lopa_ascend.config import (
     ContextLengthError,
     DecodingParams,
     EngineConfig,
+    GraphParams,
     GraphSupport,
     ModelConfig,
     ParameterError,
@@ -274,6 +275,10 @@ def test_the_parameters_are_frozen() -> None:
 def test_every_field_is_declared() -> None:
     for owner in (DecodingParams, EngineConfig):
         assert tuple(settings(owner)) == owner.names()[: len(settings(owner))]
+
+
+def test_graphs_are_compiled_for_the_default_decoding() -> None:
+    assert GraphParams() == GraphParams.of(DecodingParams())
 
 
 def test_graph_support() -> None:
