@@ -138,7 +138,7 @@ class LLM:
             ParameterError: an option is unknown or not allowed.
         """
         refuse_unknown(options, tuple(DecodingParams.all_parameters()))
-        return DecodingParams.of(**{**fitting_defaults(self._recommended, options), **options})
+        return DecodingParams(**{**fitting_defaults(self._recommended, options), **options})
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a prompt.

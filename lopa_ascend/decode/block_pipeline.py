@@ -27,7 +27,7 @@ class PipelineParams(BlockParams):
         Choice(WINDOW_ATTENTIONS),
         'what a block of the window attends to: "block_causal": all positions up to its own end; "full": all '
         "positions up to the end of the window",
-        default_text='"block_causal" with "lopa" and "d2f", otherwise "full"',
+        default_text='"block_causal"; "full" on a whole canvas',
         graphs=GraphSupport.COMPILED,
     )
     editing_threshold: float | None = research(

@@ -199,7 +199,7 @@ class Planner:
             schemas[answer.field] = answer.value
         for field, schema in schemas.items():
             try:
-                self.prompts.for_engine(DecodingParams.of(structured_outputs={"json": schema}))
+                self.prompts.for_engine(DecodingParams(structured_outputs={"json": schema}))
             except ParameterError as error:
                 raise placed(error, field) from None
 
@@ -303,7 +303,7 @@ class Planner:
         if (total := sum(map(len, continuations))) > MAX_SCORED:
             raise ParameterError(field, f"has {total} tokens; at most {MAX_SCORED} can be scored at once")
         longest = max(map(len, continuations))
-        params = DecodingParams.of(**fitting_defaults(self.decoding, {})).for_continuations(longest)
+        params = DecodingParams(**fitting_defaults(self.decoding, {})).for_continuations(longest)
         try:
             self.limits.check(len(prompt), params)
             self.limits.check_continuations(len(prompt), params, continuations)
@@ -323,7 +323,7 @@ class Planner:
         if "min_new_tokens" in defaults:
             longest = asked.get("max_new_tokens", defaults["max_new_tokens"])
             defaults["min_new_tokens"] = max(0, min(defaults["min_new_tokens"], longest))
-        return DecodingParams.of(**{**defaults, **asked})
+        return DecodingParams(**{**defaults, **asked})
 
     def encode(self, prompt: str | Sequence[int], field: str | FieldPath) -> list[int]:
         """The token ids of what came in a field, which is refused at once if it is too long: there may be a thousand
