@@ -52,7 +52,7 @@ def rules_table() -> str:
 
 
 def _takers(name: str, parameter: Parameter) -> Iterator[tuple[str, ...]]:
-    """The rows for the values of a parameter that not all decodings take, those that most take first."""
+    """A row for each set of decodings that take a value which others refuse, the largest set first."""
     if name == "decoding":
         return
     built_in = built_in_decodings()

@@ -40,7 +40,7 @@ class ParameterError(ValueError):
         return type(self)(field, self._message)
 
     def under(self, *path: str | int) -> ParameterError:
-        """The same error of a part of what stands at ``path``."""
+        """The same error, with ``path`` before its own."""
         return self.at((*path, *self.path))
 
     def renamed(self, fields: Mapping[str, str | FieldPath]) -> ParameterError:

@@ -140,7 +140,7 @@ def filled_in(
 
     Args:
         predictions: for the block's masked positions.
-        accepted: those that the rule accepts.
+        accepted: what the rule accepts of them.
         least: if the rule accepts fewer, the most confident predictions are filled instead.
         first: the position that is filled in any case if it is the block's first masked one.
     """

@@ -35,7 +35,7 @@ class Canvas(Strategy):
 
     @classmethod
     def fits(cls, properties: ModelProperties) -> bool:
-        """Those that attend to all positions."""
+        """Whether the model attends to all positions."""
         return not properties.is_block_causal
 
     def __init__(self, start: SequenceStart) -> None:

@@ -64,7 +64,7 @@ class FastDllmV2(BlockPipeline):
 
     @classmethod
     def fits(cls, properties: ModelProperties) -> bool:
-        """Those of its family, whose logits predict the next position."""
+        """Whether the model is block-causal and its logits predict the next position, as only this family's are."""
         return properties.is_block_causal and properties.logit_shift == 1
 
     def plan(self) -> SequencePlan | None:

@@ -16,7 +16,7 @@ from lopa_ascend.score.shards import Bans, PerRow
 from lopa_ascend.types import RowPlan
 
 Banned = tuple[frozenset[int], ...]
-"""What several filters ban at one position, without those that ban nothing there."""
+"""What each filter bans at one position. Filters that ban nothing there are left out."""
 
 
 def bans_for(sequence: Sequence, part: Part, device: torch.device) -> Bans | None:

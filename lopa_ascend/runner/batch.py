@@ -64,7 +64,7 @@ class Batch(NamedTuple):
     """What one rank computes in a step."""
 
     inputs: ForwardInputs | None
-    """The hidden states that are returned are, of all parts, first those that predict and then the committing ones.
+    """The model returns the predicting hidden states of all parts, then the committing ones of all parts.
     None if no sequence has a row."""
     parts: tuple[Part, ...]
     """One for each sequence."""

@@ -318,7 +318,7 @@ def source_of(grammar: Grammar) -> str:
 
 
 def _reason(error: str) -> str:
-    """What a message of llguidance says, on one line. It has no codes, so limits are told by their words."""
+    """What a message of llguidance says, on one line. There are no codes, so limits are recognised by their text."""
     text = " ".join(error.partition("\n<")[0].split())
     if "ff_tokens" in text:  # the limit of what is forced
         return ENDLESS

@@ -97,7 +97,7 @@ def texts_of(request: Body, *, with_logprobs: bool) -> Sequence[str]:
 
 
 def placed(error: ParameterError, field: FieldPath) -> ParameterError:
-    """A refusal of the parameter structured_outputs, of which the field holds what stands under the kind."""
+    """A refusal of ``structured_outputs``, with the field in place of the parameter and the kind of grammar."""
     return error.at((*field, *error.path[2:]))
 
 
