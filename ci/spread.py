@@ -101,7 +101,7 @@ def table(head: Row, rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ci.spread", description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("changes", nargs="*", metavar="RANGE_OR_MERGE", help="commits or ranges, as git names them")
-    parser.add_argument("--own", metavar="ROOM", help="the room that the changes belong to, such as serve/openai")
+    parser.add_argument("--own", metavar="ROOM", help="the room that the changes belong to, such as serve/api")
     parser.add_argument("--hotspots", metavar="N|COMMIT", help="list files by commits x lines instead")
     asked = parser.parse_args()
     if bool(asked.changes) == bool(asked.hotspots):

@@ -12,6 +12,13 @@ from starlette.responses import Response, StreamingResponse
 import lopa_ascend
 from lopa_ascend.demo import EXAMPLES
 from lopa_ascend.serve import diffusion
+from lopa_ascend.serve.api import answer, responses
+from lopa_ascend.serve.api.chat import ChatCompletion, ChatRequest
+from lopa_ascend.serve.api.completions import Completion, CompletionRequest
+from lopa_ascend.serve.api.infill import Infill, InfillRequest
+from lopa_ascend.serve.api.request import GenerationRequest
+from lopa_ascend.serve.api.responses import ResponseObject, ResponseRequest
+from lopa_ascend.serve.api.score import ScoreRequest, Scores
 from lopa_ascend.serve.diffusion import DiffusionChatRequest, DiffusionCompletionRequest
 from lopa_ascend.serve.endpoint import Endpoint, ServedModel
 from lopa_ascend.serve.http.access import Access, allow_origins, hosts_of, set_up_request_log
@@ -20,13 +27,6 @@ from lopa_ascend.serve.http.body import Intake
 from lopa_ascend.serve.http.openapi import READING, body_of, document, errors, events
 from lopa_ascend.serve.info import AbortRequest, add_abort, add_models, add_state
 from lopa_ascend.serve.link.client import EngineClient
-from lopa_ascend.serve.openai import answer, responses
-from lopa_ascend.serve.openai.chat import ChatCompletion, ChatRequest
-from lopa_ascend.serve.openai.completions import Completion, CompletionRequest
-from lopa_ascend.serve.openai.infill import Infill, InfillRequest
-from lopa_ascend.serve.openai.request import GenerationRequest
-from lopa_ascend.serve.openai.responses import ResponseObject, ResponseRequest
-from lopa_ascend.serve.openai.score import ScoreRequest, Scores
 from lopa_ascend.serve.profiling import StartProfileRequest, StopProfileRequest, add_profiling
 from lopa_ascend.serve.tokens import DetokenizeRequest, TokenizeRequest, add_tokenizer
 from lopa_ascend.serve.view import add_view

@@ -12,12 +12,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from lopa_ascend.core import Request
+from lopa_ascend.serve.api.answer import CompletionWriter, LopaStats, Usage
+from lopa_ascend.serve.api.chat import ChatRequest
+from lopa_ascend.serve.api.completions import CompletionRequest, prompt_schema
+from lopa_ascend.serve.api.request import Planner
 from lopa_ascend.serve.http.body import HarmlessValues
 from lopa_ascend.serve.http.encoding import Json, as_line
-from lopa_ascend.serve.openai.answer import CompletionWriter, LopaStats, Usage
-from lopa_ascend.serve.openai.chat import ChatRequest
-from lopa_ascend.serve.openai.completions import CompletionRequest, prompt_schema
-from lopa_ascend.serve.openai.request import Planner
 from lopa_ascend.text.pass_events import PassEvents
 from lopa_ascend.types import Progress, Update
 

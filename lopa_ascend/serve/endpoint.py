@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from lopa_ascend import core
 from lopa_ascend.config.files import shown
+from lopa_ascend.serve.api.request import AnsweredRequest, Planner
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.access import log_line, request_id
 from lopa_ascend.serve.http.api_error import ApiError
@@ -23,7 +24,6 @@ from lopa_ascend.serve.http.encoding import STREAM_HEADERS, Writer, pieces
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.generation import Generation
 from lopa_ascend.serve.metrics import Metrics, Timeline, summary
-from lopa_ascend.serve.openai.request import AnsweredRequest, Planner
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 PIECE = 64 * 2**10

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 
 from lopa_ascend.config.files import check_regular, read_text
 from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.serve.api.request import check_defaults
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.flags import option
@@ -26,7 +27,6 @@ from lopa_ascend.serve.greeting import make_greeting
 from lopa_ascend.serve.http.connections import Connection, RareWarnings, connection_limit
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.spawn import EngineFailed, EngineProcess
-from lopa_ascend.serve.openai.request import check_defaults
 from lopa_ascend.text.template import check_template
 from lopa_ascend.text.tokenizer_files import load_template
 

@@ -10,15 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from lopa_ascend.config import Limits, ParameterError
+from lopa_ascend.serve.api.chat import Message
+from lopa_ascend.serve.api.fields import HARMLESS_TEMPLATE, INSTEAD
+from lopa_ascend.serve.api.request import MAX_MESSAGES, VARIABLES
+from lopa_ascend.serve.api.tools import MAX_TOOLS, AnyChatTool, chat_tools
 from lopa_ascend.serve.endpoint import Endpoint
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import Body, Intake, read_body
 from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.http.openapi import READING, body_of, errors
-from lopa_ascend.serve.openai.chat import Message
-from lopa_ascend.serve.openai.fields import HARMLESS_TEMPLATE, INSTEAD
-from lopa_ascend.serve.openai.request import MAX_MESSAGES, VARIABLES
-from lopa_ascend.serve.openai.tools import MAX_TOOLS, AnyChatTool, chat_tools
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer import Tokenizer
 

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.serve.openai.chat import ChatCompletion
+from lopa_ascend.serve.api.chat import ChatCompletion
 from tests.e2e.conftest import ServerProcess
 from tests.e2e.serving import streamed, text_of, whole
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.serve.openai.completions import Completion
+from lopa_ascend.serve.api.completions import Completion
 from tests.e2e.conftest import ServerProcess
 from tests.e2e.serving import PROMPTS, complete, events, streamed, text_of, whole
 

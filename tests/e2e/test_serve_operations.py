@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import lopa_ascend
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.serve.openai.chat import ChatCompletion
+from lopa_ascend.serve.api.chat import ChatCompletion
 from tests.e2e.conftest import ServerProcess, running
 from tests.e2e.serving import complete, refused
 

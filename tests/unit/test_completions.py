@@ -15,11 +15,11 @@ from openai.types.chat import ChatCompletionChunk
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.core import Request
+from lopa_ascend.serve.api.answer import AnswerForm, CompletionWriter, Details
+from lopa_ascend.serve.api.chat import CHAT
+from lopa_ascend.serve.api.completions import COMPLETION
+from lopa_ascend.serve.api.logprobs import LOWEST, TokenProbs, escaped
 from lopa_ascend.serve.endpoint import PIECE, encoded
-from lopa_ascend.serve.openai.answer import AnswerForm, CompletionWriter, Details
-from lopa_ascend.serve.openai.chat import CHAT
-from lopa_ascend.serve.openai.completions import COMPLETION
-from lopa_ascend.serve.openai.logprobs import LOWEST, TokenProbs, escaped
 from lopa_ascend.text.output_stream import OutputStream
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import load_tokenizer

@@ -20,6 +20,8 @@ from lopa_ascend import core
 from lopa_ascend.config import DecodingParams, Limits, decoding
 from lopa_ascend.config.combinations import check_combinations
 from lopa_ascend.serve import endpoint as answering
+from lopa_ascend.serve.api.completions import CompletionRequest
+from lopa_ascend.serve.api.request import Planner
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.endpoint import Endpoint, ServedModel
 from lopa_ascend.serve.http.api_error import ApiError
@@ -29,8 +31,6 @@ from lopa_ascend.serve.link import client as linked
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.messages import Profiled, Ready, Stepped, encode_message
 from lopa_ascend.serve.link.spawn import EngineProcess
-from lopa_ascend.serve.openai.completions import CompletionRequest
-from lopa_ascend.serve.openai.request import Planner
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.types import TokenRun, Update
 from tests.tiny import tiny_tokenizer

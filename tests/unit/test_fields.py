@@ -9,13 +9,9 @@ import pytest
 from openai.types.chat import ChatCompletionMessage, ParsedChatCompletionMessage
 from openai.types.responses import ParsedResponseOutputMessage, ParsedResponseOutputText, ResponseReasoningItem
 
-from lopa_ascend.serve.diffusion import DiffusionChatRequest, DiffusionCompletionRequest
-from lopa_ascend.serve.http.api_error import ApiError
-from lopa_ascend.serve.http.body import Body, read_body
-from lopa_ascend.serve.info import AbortRequest
-from lopa_ascend.serve.openai.chat import ChatRequest
-from lopa_ascend.serve.openai.completions import CompletionRequest
-from lopa_ascend.serve.openai.fields import (
+from lopa_ascend.serve.api.chat import ChatRequest
+from lopa_ascend.serve.api.completions import CompletionRequest
+from lopa_ascend.serve.api.fields import (
     CALL,
     CALL_ITEM,
     CALLED,
@@ -29,7 +25,11 @@ from lopa_ascend.serve.openai.fields import (
     Ignored,
     Objects,
 )
-from lopa_ascend.serve.openai.responses import ResponseRequest
+from lopa_ascend.serve.api.responses import ResponseRequest
+from lopa_ascend.serve.diffusion import DiffusionChatRequest, DiffusionCompletionRequest
+from lopa_ascend.serve.http.api_error import ApiError
+from lopa_ascend.serve.http.body import Body, read_body
+from lopa_ascend.serve.info import AbortRequest
 from lopa_ascend.serve.tokens import DetokenizeRequest, TokenizeRequest
 
 Path = tuple[str | int, ...]

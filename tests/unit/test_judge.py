@@ -9,9 +9,9 @@ import httpx
 import pytest
 from hypothesis import given
 
+from lopa_ascend.serve.api.completions import CompletionRequest
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import read_body
-from lopa_ascend.serve.openai.completions import CompletionRequest
 from tests.judges import clients, faults, fuzz, soak
 from tests.judges.attack import CLOSED, CUT_OFF, FULL, KINDS, LEFT, Attack, head, outcome_of, play
 from tests.judges.client import COMPLETIONS, Answer, Ask, ask, chat

@@ -12,9 +12,9 @@ from pydantic import TypeAdapter
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.core import Request
+from lopa_ascend.serve.api.responses import ResponseObject, ResponseRequest, ResponseWriter
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import read_body
-from lopa_ascend.serve.openai.responses import ResponseObject, ResponseRequest, ResponseWriter
 from lopa_ascend.types import GenerationOutput, Progress, TokenRun, Update
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

@@ -17,7 +17,7 @@ from lopa_ascend.decode import begin
 from lopa_ascend.decode.block_pipeline import BlockPipeline, PipelineParams
 from lopa_ascend.decode.lopa import Lopa, LopaParams
 from lopa_ascend.decode.strategy import SequenceStart
-from lopa_ascend.serve.openai.request import asked_parameters
+from lopa_ascend.serve.api.request import asked_parameters
 from tests.unit.test_protocol import PLANNER, parsed
 
 

@@ -14,14 +14,14 @@ from pydantic.json_schema import models_json_schema
 from lopa_ascend.config import ContextLengthError, DecodingParams, Limits, ParameterError
 from lopa_ascend.config.kinds import MAX_TOKEN_IDS
 from lopa_ascend.core import Request
+from lopa_ascend.serve.api.chat import ChatRequest
+from lopa_ascend.serve.api.completions import CompletionRequest
+from lopa_ascend.serve.api.request import GenerationRequest, Planner
+from lopa_ascend.serve.api.responses import ResponseRequest
 from lopa_ascend.serve.diffusion import DiffusionCompletionRequest
 from lopa_ascend.serve.http.api_error import MAX_TEXT, ApiError
 from lopa_ascend.serve.http.body import read_body
 from lopa_ascend.serve.info import AbortRequest
-from lopa_ascend.serve.openai.chat import ChatRequest
-from lopa_ascend.serve.openai.completions import CompletionRequest
-from lopa_ascend.serve.openai.request import GenerationRequest, Planner
-from lopa_ascend.serve.openai.responses import ResponseRequest
 from lopa_ascend.serve.tokens import TokenizeRequest
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.types import ModelProperties

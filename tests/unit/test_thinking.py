@@ -19,12 +19,12 @@ from lopa_ascend.decode import begin
 from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.decode.thinking import ThinkingMatcher
+from lopa_ascend.serve.api.chat import ChatRequest
+from lopa_ascend.serve.api.completions import CompletionRequest
+from lopa_ascend.serve.api.request import GenerationRequest, Planner
+from lopa_ascend.serve.api.responses import ResponseRequest
 from lopa_ascend.serve.http.body import read_body
 from lopa_ascend.serve.http.encoding import pieces
-from lopa_ascend.serve.openai.chat import ChatRequest
-from lopa_ascend.serve.openai.completions import CompletionRequest
-from lopa_ascend.serve.openai.request import GenerationRequest, Planner
-from lopa_ascend.serve.openai.responses import ResponseRequest
 from lopa_ascend.serve.tokens import TokenizeRequest, _tokenized
 from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.prompt import Prompts

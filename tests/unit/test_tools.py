@@ -14,14 +14,14 @@ from pydantic import TypeAdapter
 
 from lopa_ascend.config import Limits, ParameterError
 from lopa_ascend.core import Request
+from lopa_ascend.serve.api.chat import ChatRequest
+from lopa_ascend.serve.api.completions import CompletionRequest
+from lopa_ascend.serve.api.request import GenerationRequest, Planner
+from lopa_ascend.serve.api.responses import ResponseRequest
+from lopa_ascend.serve.api.score import ScoreRequest
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import read_body
 from lopa_ascend.serve.http.encoding import pieces
-from lopa_ascend.serve.openai.chat import ChatRequest
-from lopa_ascend.serve.openai.completions import CompletionRequest
-from lopa_ascend.serve.openai.request import GenerationRequest, Planner
-from lopa_ascend.serve.openai.responses import ResponseRequest
-from lopa_ascend.serve.openai.score import ScoreRequest
 from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.schemas import closed

@@ -18,12 +18,12 @@ from ray.serve.request_router import RequestRouter
 
 from lopa_ascend.backend import find_device
 from lopa_ascend.config import ParameterError
+from lopa_ascend.serve.api.request import check_defaults
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.cli import config_of
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.connections import connection_limit
 from lopa_ascend.serve.link.client import EngineClient
-from lopa_ascend.serve.openai.request import check_defaults
 from lopa_ascend.serve.replicas.placement import ReplicaPlacement, actor_options, place
 from lopa_ascend.serve.replicas.replica import Replica
 from lopa_ascend.serve.replicas.router import FewestTokens

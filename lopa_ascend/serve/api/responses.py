@@ -16,13 +16,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, 
 
 from lopa_ascend.config.files import shown
 from lopa_ascend.core import Request
-from lopa_ascend.serve.http.api_error import ApiError
-from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body, unsupported
-from lopa_ascend.serve.http.encoding import Json, Writer, as_line
-from lopa_ascend.serve.openai.answer import LopaStats
-from lopa_ascend.serve.openai.chat import Content, Message, joined
-from lopa_ascend.serve.openai.fields import CALL_ITEM, HARMLESS, REASONING_ITEM, ignoring
-from lopa_ascend.serve.openai.request import (
+from lopa_ascend.serve.api.answer import LopaStats
+from lopa_ascend.serve.api.chat import Content, Message, joined
+from lopa_ascend.serve.api.fields import CALL_ITEM, HARMLESS, REASONING_ITEM, ignoring
+from lopa_ascend.serve.api.request import (
     EFFORT,
     MAX_MESSAGES,
     VARIABLES,
@@ -30,8 +27,8 @@ from lopa_ascend.serve.openai.request import (
     Planner,
     tidy_tools,
 )
-from lopa_ascend.serve.openai.structured import TextFormat, text_form
-from lopa_ascend.serve.openai.tools import (
+from lopa_ascend.serve.api.structured import TextFormat, text_form
+from lopa_ascend.serve.api.tools import (
     MAX_TOOLS,
     PARALLEL,
     TOOL_CHOICE,
@@ -44,6 +41,9 @@ from lopa_ascend.serve.openai.tools import (
     Tools,
     response_tools,
 )
+from lopa_ascend.serve.http.api_error import ApiError
+from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body, unsupported
+from lopa_ascend.serve.http.encoding import Json, Writer, as_line
 from lopa_ascend.text.reasoning import num_reasoning_tokens
 from lopa_ascend.types import GenerationOutput, Progress, Thinking, Update
 

@@ -10,14 +10,14 @@ from pydantic import BaseModel, Field
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.core import Request
+from lopa_ascend.serve.api.answer import AnyChoice, AnyCompletion, CompletionWriter, Details
+from lopa_ascend.serve.api.completions import CompletionForm, CompletionLogprobs
+from lopa_ascend.serve.api.logprobs import TokenProbs
+from lopa_ascend.serve.api.request import LOGPROB, GenerationRequest, Planner
+from lopa_ascend.serve.api.structured import asked_form
+from lopa_ascend.serve.api.tools import NO_TOOLS
 from lopa_ascend.serve.http.body import Body
 from lopa_ascend.serve.http.encoding import Json
-from lopa_ascend.serve.openai.answer import AnyChoice, AnyCompletion, CompletionWriter, Details
-from lopa_ascend.serve.openai.completions import CompletionForm, CompletionLogprobs
-from lopa_ascend.serve.openai.logprobs import TokenProbs
-from lopa_ascend.serve.openai.request import LOGPROB, GenerationRequest, Planner
-from lopa_ascend.serve.openai.structured import asked_form
-from lopa_ascend.serve.openai.tools import NO_TOOLS
 from lopa_ascend.text.gaps import Gap, pieces_of, whole_text
 from lopa_ascend.types import GenerationOutput, Progress, TokenRun, Update
 

@@ -12,12 +12,12 @@ from pydantic import BaseModel, Field
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.core import Request
+from lopa_ascend.serve.api.answer import ScoredText
+from lopa_ascend.serve.api.chat import Message
+from lopa_ascend.serve.api.fields import REQUEST, ignoring
+from lopa_ascend.serve.api.logprobs import scored
+from lopa_ascend.serve.api.request import MAX_MESSAGES, AnsweredRequest, Planner
 from lopa_ascend.serve.http.encoding import Json, Writer
-from lopa_ascend.serve.openai.answer import ScoredText
-from lopa_ascend.serve.openai.chat import Message
-from lopa_ascend.serve.openai.fields import REQUEST, ignoring
-from lopa_ascend.serve.openai.logprobs import scored
-from lopa_ascend.serve.openai.request import MAX_MESSAGES, AnsweredRequest, Planner
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 MAX_TEXTS = 1024

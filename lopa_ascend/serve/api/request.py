@@ -23,12 +23,12 @@ from lopa_ascend.config.errors import FieldPath
 from lopa_ascend.config.files import shown
 from lopa_ascend.config.kinds import INT64_MIN, MAX_TOKEN_IDS
 from lopa_ascend.core import Request
+from lopa_ascend.serve.api.decoding_fields import with_decoding_parameters
+from lopa_ascend.serve.api.fields import HARMLESS, INSTEAD, REQUEST, STREAM_OPTIONS, ignoring
+from lopa_ascend.serve.api.structured import AskedForm, asked_form, calling_form, placed
+from lopa_ascend.serve.api.tools import Tools, check_kinds
 from lopa_ascend.serve.http.body import Body
 from lopa_ascend.serve.http.encoding import Json, Writer
-from lopa_ascend.serve.openai.decoding_fields import with_decoding_parameters
-from lopa_ascend.serve.openai.fields import HARMLESS, INSTEAD, REQUEST, STREAM_OPTIONS, ignoring
-from lopa_ascend.serve.openai.structured import AskedForm, asked_form, calling_form, placed
-from lopa_ascend.serve.openai.tools import Tools, check_kinds
 from lopa_ascend.text.gaps import Gap, Piece, gapped_text
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.types import GappedText, Thinking

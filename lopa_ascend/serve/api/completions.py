@@ -10,8 +10,7 @@ from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 from lopa_ascend.config import ParameterError
 from lopa_ascend.config.files import shown
 from lopa_ascend.core import Request
-from lopa_ascend.serve.http.encoding import Json
-from lopa_ascend.serve.openai.answer import (
+from lopa_ascend.serve.api.answer import (
     SCORED,
     AnswerForm,
     AnyChoice,
@@ -20,11 +19,12 @@ from lopa_ascend.serve.openai.answer import (
     Details,
     ScoredText,
 )
-from lopa_ascend.serve.openai.fields import HARMLESS
-from lopa_ascend.serve.openai.logprobs import TokenProb
-from lopa_ascend.serve.openai.request import LOGPROB, GenerationRequest, Planner
-from lopa_ascend.serve.openai.structured import ResponseFormat, asked_form, response_form, texts_of
-from lopa_ascend.serve.openai.tools import NO_TOOLS
+from lopa_ascend.serve.api.fields import HARMLESS
+from lopa_ascend.serve.api.logprobs import TokenProb
+from lopa_ascend.serve.api.request import LOGPROB, GenerationRequest, Planner
+from lopa_ascend.serve.api.structured import ResponseFormat, asked_form, response_form, texts_of
+from lopa_ascend.serve.api.tools import NO_TOOLS
+from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.text.gaps import Gap, Piece
 
 MAX_CHOICES = 1024

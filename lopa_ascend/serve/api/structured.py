@@ -11,8 +11,8 @@ from pydantic import Field
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.config.errors import FieldPath, printed
+from lopa_ascend.serve.api.tools import Tools
 from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body
-from lopa_ascend.serve.openai.tools import Tools
 from lopa_ascend.text.schemas import closed
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}

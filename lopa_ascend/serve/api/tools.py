@@ -19,9 +19,9 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator,
 from lopa_ascend.config import ParameterError
 from lopa_ascend.config.errors import FieldPath
 from lopa_ascend.config.files import shown
+from lopa_ascend.serve.api.fields import CALL, CALL_ITEM, CALLED, INSTEAD, TOOL, ignoring
 from lopa_ascend.serve.http.body import Body, unsupported
 from lopa_ascend.serve.http.encoding import Json
-from lopa_ascend.serve.openai.fields import CALL, CALL_ITEM, CALLED, INSTEAD, TOOL, ignoring
 from lopa_ascend.text.reasoning import ReasoningReader
 from lopa_ascend.text.schemas import closed, parts
 from lopa_ascend.text.tool_calls import ToolCallReader, arguments_of, call_grammar

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, Field
 
 from lopa_ascend.core import Request
+from lopa_ascend.serve.api.logprobs import TokenProb, TokenProbs, scored
+from lopa_ascend.serve.api.request import GenerationRequest
+from lopa_ascend.serve.api.tools import NO_TOOLS, Calls, Tools
 from lopa_ascend.serve.http.encoding import Json, Writer
-from lopa_ascend.serve.openai.logprobs import TokenProb, TokenProbs, scored
-from lopa_ascend.serve.openai.request import GenerationRequest
-from lopa_ascend.serve.openai.tools import NO_TOOLS, Calls, Tools
 from lopa_ascend.text.reasoning import num_reasoning_tokens
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Thinking, TokenRun, Update

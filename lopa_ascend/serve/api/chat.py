@@ -10,9 +10,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 from lopa_ascend.config import ParameterError
 from lopa_ascend.config.files import shown
 from lopa_ascend.core import Request
-from lopa_ascend.serve.http.body import EMPTY, Body, unsupported
-from lopa_ascend.serve.http.encoding import Json
-from lopa_ascend.serve.openai.answer import (
+from lopa_ascend.serve.api.answer import (
     SCORED,
     AnswerForm,
     AnyChoice,
@@ -21,9 +19,9 @@ from lopa_ascend.serve.openai.answer import (
     Details,
     ScoredText,
 )
-from lopa_ascend.serve.openai.fields import HARMLESS, HARMLESS_TEMPLATE, INSTEAD, MESSAGE, PART, ignoring
-from lopa_ascend.serve.openai.logprobs import TokenProb
-from lopa_ascend.serve.openai.request import (
+from lopa_ascend.serve.api.fields import HARMLESS, HARMLESS_TEMPLATE, INSTEAD, MESSAGE, PART, ignoring
+from lopa_ascend.serve.api.logprobs import TokenProb
+from lopa_ascend.serve.api.request import (
     EFFORT,
     LOGPROB,
     MAX_MESSAGES,
@@ -32,8 +30,8 @@ from lopa_ascend.serve.openai.request import (
     Planner,
     tidy_tools,
 )
-from lopa_ascend.serve.openai.structured import ResponseFormat, response_form, texts_of
-from lopa_ascend.serve.openai.tools import (
+from lopa_ascend.serve.api.structured import ResponseFormat, response_form, texts_of
+from lopa_ascend.serve.api.tools import (
     MAX_CALLS,
     MAX_TOOLS,
     PARALLEL,
@@ -44,6 +42,8 @@ from lopa_ascend.serve.openai.tools import (
     Tools,
     chat_tools,
 )
+from lopa_ascend.serve.http.body import EMPTY, Body, unsupported
+from lopa_ascend.serve.http.encoding import Json
 
 # ---- messages --------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""The routes that answer with text: each file reads, plans and answers the requests of one, or is what they share."""
