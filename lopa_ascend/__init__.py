@@ -29,7 +29,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 __all__ = [
     "LLM",
     "DecodingParams",

@@ -1,4 +1,4 @@
-"""The command `python -m lopa_ascend.serve`."""
+"""The commands `lopa-serve` and `python -m lopa_ascend.serve`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 import signal
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn
 
 from lopa_ascend.parallel.launch import follower_command, rank_in_environment
 from lopa_ascend.process.standard_streams import open_closed_streams, write_as_possible
-from lopa_ascend.serve.cli import API_KEY, parse_args
+from lopa_ascend.serve.cli import API_KEY, COMMAND, parse_args
 from lopa_ascend.serve.config import ServeConfig
 
 
@@ -40,6 +41,9 @@ def _serve(config: ServeConfig) -> int:
 
 def main(argv: list[str] | None = None) -> NoReturn:
     open_closed_streams()
+    if Path(sys.argv[0]).stem == COMMAND:
+        # Unlike `python -m` it imports nothing from the working directory, nor must the processes that it starts.
+        os.environ.setdefault("PYTHONSAFEPATH", "1")
     config = parse_args(argv)
     os.environ.pop(API_KEY, None)  # no other process needs it: not the engine's, not Ray's
     write_as_possible()

@@ -46,6 +46,8 @@ from lopa_ascend.serve.flags import (
     option,
 )
 
+COMMAND = "lopa-serve"
+"""What pip installs, and pyproject.toml names."""
 API_KEY = "LOPA_API_KEY"
 """The environment variable that is read where --api-key is not given."""
 MAX_CONFIG = 2**16
@@ -70,11 +72,11 @@ OTHERS_FLAGS = {
 """Flags of other servers (vLLM, SGLang, Diffulex), and what does the same here."""
 EXAMPLES = """\
 examples:
-  python -m lopa_ascend.serve                                  the bundled model on http://127.0.0.1:8000
-  python -m lopa_ascend.serve --model Dream-v0-Instruct-7B --lora-path D2F_Dream_Instruct_7B_Lora --dtype bfloat16
-  python -m lopa_ascend.serve --preset S13 --tau-conf 0.8      the decoding of a row of the LoPA paper, but one value
-  python -m lopa_ascend.serve --num-branches 7 --tau-conf 0.8  fewer forward passes, a little less accurate
-  python -m lopa_ascend.serve --replicas 2                     two engines behind one address, on Ray Serve
+  %(prog)s                                  the bundled model on http://127.0.0.1:8000
+  %(prog)s --model Dream-v0-Instruct-7B --lora-path D2F_Dream_Instruct_7B_Lora --dtype bfloat16
+  %(prog)s --preset S13 --tau-conf 0.8      the decoding of a row of the LoPA paper, but one value
+  %(prog)s --num-branches 7 --tau-conf 0.8  fewer forward passes, a little less accurate
+  %(prog)s --replicas 2                     two engines behind one address, on Ray Serve
 """
 
 
@@ -93,7 +95,7 @@ def build_parser(shown: Collection[str] | None = USUAL) -> argparse.ArgumentPars
         shown: names of the flags that --help shows; None: all.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m lopa_ascend.serve",
+        prog=COMMAND if Path(sys.argv[0]).stem == COMMAND else "python -m lopa_ascend.serve",
         usage="%(prog)s [--model DIR] [--host ADDRESS] [--port N] [FLAGS]",
         description="Serves a diffusion language model over an OpenAI-compatible HTTP API.",
         epilog=EXAMPLES,

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import httpx
 import openai
@@ -52,13 +52,19 @@ class ServerProcess:
     """`python -m lopa_ascend.serve` on a free port."""
 
     def __init__(
-        self, *arguments: str, wait: bool = True, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()
+        self,
+        *arguments: str,
+        wait: bool = True,
+        env: dict[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
+        command: tuple[str, ...] = (sys.executable, "-m", "lopa_ascend.serve"),
+        cwd: Path = ROOT,
     ):
         # Not OpenMP's default threads: a busy machine would make every step slow.
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
-        command = [*prefix, sys.executable, "-m", "lopa_ascend.serve", "--port", "0", *arguments]
+        command = (*prefix, *command, "--port", "0", *arguments)
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         assert self.process.stderr is not None
@@ -103,10 +109,8 @@ class ServerProcess:
 
 
 @contextmanager
-def running(
-    *arguments: str, wait: bool = True, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()
-) -> Iterator[ServerProcess]:
-    server = ServerProcess(*arguments, wait=wait, env=env, prefix=prefix)
+def running(*arguments: str, **options: Any) -> Iterator[ServerProcess]:
+    server = ServerProcess(*arguments, **options)
     try:
         yield server
     finally:

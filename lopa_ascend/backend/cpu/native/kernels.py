@@ -13,7 +13,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-LIBRARY = "lopa_ascend.backend.cpu.native.library"
+LIBRARY = "lopa_ascend.backend.cpu.native.compiled"
 """What ``setup.py`` compiles: a library of C functions that lies where an extension module of this name would."""
 OPENMP = re.compile(r"^(?:\S+ +){5}(/.*/lib(?:gomp|iomp5|omp)\b[^/\n]*\.so.*)$", re.MULTILINE)
 """The file of an OpenMP library in the memory map of a process: the sixth field of a line, which may hold spaces."""
