@@ -20,8 +20,10 @@ COPY setup.py pyproject.toml README.md LICENSE ./
 COPY lopa_ascend lopa_ascend
 COPY scripts scripts
 RUN pip install --editable . \
+    && python -m compileall -q lopa_ascend scripts \
     && useradd --create-home --uid 1000 lopa
 
+# It writes to /tmp alone.
 USER 1000
 EXPOSE 8000
 CMD ["python", "-m", "lopa_ascend.serve", "--host", "0.0.0.0"]

@@ -124,7 +124,7 @@ def test_the_images_have_versions_that_go_together():
     assert len(versions) == 1
 
 
-@pytest.mark.parametrize("name", ["compose", *MANIFESTS])
+@pytest.mark.parametrize("name", ["compose", "cpu", *MANIFESTS])
 def test_yamllint_has_no_objections(name: str):
     run_tool("yamllint", "--strict", "-d", YAMLLINT, f"{name}.yaml")
 
@@ -140,13 +140,31 @@ def test_the_manifests_follow_the_schemas_of_kubernetes(name: str):
     version = kubernetes.latest_version()
     documents = read(name)
     *objects, custom = documents
-    for document in objects:
+    for document in [*objects, *read("cpu")]:
         kubernetes.validate(document, version, strict=True)
     jsonschema.validate(custom, json.loads((SCHEMAS / f"{name}.json").read_text("utf-8")))
     pods = list(pod_templates(custom))
     assert len(pods) == 2
     for pod in pods:
         kubernetes.validate({"apiVersion": "v1", "kind": "Pod", **pod}, version, strict=True)
+
+
+def test_the_cpu_image_needs_no_root_and_writes_to_its_temporary_directory_alone():
+    """tests/e2e/test_installed.py runs a server so."""
+    user = next(rest for instruction, rest in reversed(instructions("cpu")) if instruction == "USER")
+    assert int(user) > 0  # a number, without which Kubernetes does not know that it is not root
+    service = read("compose")[0]["services"]["cpu"]
+    assert service["read_only"]
+    assert service["tmpfs"] == ["/tmp:exec"]
+    assert "volumes" not in service
+    (pod,) = pod_templates(read("cpu"))
+    assert pod["spec"]["securityContext"]["runAsNonRoot"]
+    (container,) = pod["spec"]["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert not container["securityContext"]["allowPrivilegeEscalation"]
+    assert pod["spec"]["volumes"] == [{"name": "tmp", "emptyDir": {}}]
+    assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/tmp"]
+    assert container["image"] == service["image"]
 
 
 def test_the_set_launches_one_server_on_its_nodes(scripts: Scripts):
