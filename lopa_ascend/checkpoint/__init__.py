@@ -151,6 +151,6 @@ def refuse_adapter(checkpoint: Checkpoint, lora: str | Path | None) -> None:
     if lora is not None:
         raise CheckpointError(
             f"{lora}: cannot be merged into the int8 weights of {checkpoint.path}; merge it into the float checkpoint "
-            "and quantise that (python -m scripts.eval quantize MODEL OUT --lora ADAPTER), or serve the float "
-            "checkpoint with the adapter and --quantization w8a8"
+            "and quantise that (in a clone: python -m scripts.eval quantize MODEL OUT --lora ADAPTER), or serve the "
+            "float checkpoint with the adapter and --quantization w8a8"
         )

@@ -145,7 +145,7 @@ _CONVERSATION = "send the whole conversation in input: this server keeps no resp
 
 INSTEAD: Mapping[str, str] = {
     "length_penalty": "set min_tokens",
-    "prompt_logprobs": "measure likelihoods with python -m scripts.eval",
+    "prompt_logprobs": "measure likelihoods with /score",
     "use_beam_search": "set num_branches",
     "cfg_scale": "leave it out: there is no classifier-free guidance, which computes every pass twice",
     "best_of": "set n, and choose among the answers by their logprobs",
