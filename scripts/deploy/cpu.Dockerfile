@@ -21,9 +21,10 @@ COPY lopa_ascend lopa_ascend
 COPY scripts scripts
 RUN pip install --editable . \
     && python -m compileall -q lopa_ascend scripts \
-    && useradd --create-home --uid 1000 lopa
+    && useradd --uid 1000 lopa
 
-# It writes to /tmp alone.
+# It writes to /tmp alone: also Ray, and what is downloaded by default.
+ENV HOME=/tmp
 USER 1000
 EXPOSE 8000
 CMD ["python", "-m", "lopa_ascend.serve", "--host", "0.0.0.0"]

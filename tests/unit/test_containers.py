@@ -153,6 +153,7 @@ def test_the_cpu_image_needs_no_root_and_writes_to_its_temporary_directory_alone
     """tests/e2e/test_installed.py runs a server so."""
     user = next(rest for instruction, rest in reversed(instructions("cpu")) if instruction == "USER")
     assert int(user) > 0  # a number, without which Kubernetes does not know that it is not root
+    assert ("ENV", "HOME=/tmp") in instructions("cpu")
     service = read("compose")[0]["services"]["cpu"]
     assert service["read_only"]
     assert service["tmpfs"] == ["/tmp:exec"]
