@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import lopa_ascend
 from tests.e2e.conftest import ROOT, ServerProcess, running
@@ -115,12 +116,13 @@ def test_lopa_serve_answers_in_an_empty_directory(environment: Path, elsewhere: 
     assert shown.startswith("usage: lopa-serve ")
     assert "\n  lopa-serve --" in shown
     assert "python -m" not in shown
-    with running(command=command, cwd=elsewhere, env={"PYTHONPATH": ""}) as server:
+    with running("--dtype", "bfloat16", command=command, cwd=elsewhere, env={"PYTHONPATH": ""}) as server:
         assert "47" in ask(server)
         assert server.http.get("/version").json() == {"version": lopa_ascend.__version__}
         assert "<title>" in server.http.get("/", headers={"Accept": "text/html"}).text
-        command_line = Path(f"/proc/{server.engine_pid}/cmdline").read_bytes()
-        assert str(environment / "bin/python").encode() in command_line
+        mapped = Path(f"/proc/{server.engine_pid}/maps").read_text()
+        is_compiled = shutil.which("g++") is not None and torch.cpu._is_avx512_bf16_supported()
+        assert ("site-packages/lopa_ascend/backend/cpu/native/compiled.abi3.so" in mapped) == is_compiled
 
 
 def test_it_needs_no_root_and_writes_to_the_temporary_directory_alone(environment: Path, elsewhere: Path):
