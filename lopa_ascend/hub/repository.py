@@ -15,6 +15,7 @@ from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # it is in no list of names
 
+from lopa_ascend.backend.memory import causes
 from lopa_ascend.config import ConfigError, ParameterError
 from lopa_ascend.config.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, SINGLE_FILE, read_json_object, shown
 from lopa_ascend.config.int8_files import DESCRIPTION, MODELSLIM_WEIGHTS
@@ -236,18 +237,16 @@ def _matching(files: Collection[str], patterns: Collection[str]) -> list[str]:
     return [file for pattern in patterns for file in matching(files, pattern)]
 
 
-def _answer(error: BaseException | None) -> HfHubHTTPError | None:
+def _answer(error: BaseException) -> HfHubHTTPError | None:
     """What the hub has answered, if that is the cause of an error."""
-    while error is not None and not isinstance(error, HfHubHTTPError):
-        error = error.__cause__
-    return error
+    answers = (cause for cause in causes(error) if isinstance(cause, HfHubHTTPError) and cause.response is not None)
+    return next(answers, None)
 
 
 def _reason(error: BaseException) -> str:
     """The first cause of an error, in one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return (str(error) or type(error).__name__).partition("\n")[0][:200]
+    *_, first = causes(error)
+    return (str(first) or type(first).__name__).partition("\n")[0][:200]
 
 
 def _say(text: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 
 from lopa_ascend.backend.cpu import Cpu
 from lopa_ascend.config import EngineConfig, ParameterError
@@ -30,6 +30,7 @@ def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Hub], None
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)  # of versions 0.x
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
 
@@ -79,12 +80,16 @@ def test_what_is_read_is_downloaded_once(use: Callable[[Hub], None], demo: HeldR
     with running_hub(model=demo) as hub:
         use(hub)
         hub.cuts["model.safetensors"] = 12 * 2**20
-        directory = located("org/model@v1")
+        try:
+            directory = located("org/model@v1")
+        except ParameterError:  # it has broken off: versions before 2 of huggingface_hub go on in the next start
+            directory = located("org/model@v1")
         read = sorted(file.name for file in DEMO_MODEL.iterdir() if file.suffix in (".json", ".txt", ".safetensors"))
         assert hub.downloaded() == sorted(file.name for file in directory.iterdir()) == read
         assert (model_name(EngineConfig(model=str(directory))), directory.name) == ("org/model", COMMITS["v1"])
         spans = [asked.range for asked in hub.asked if asked.path == "/cdn/org/model/model.safetensors"]
-        assert spans == [None, f"bytes={10 * 2**20}-"], "a download goes on where it was cut, in pieces of 10 MiB"
+        assert spans[0] is None
+        assert spans[1] in ("bytes=10485760-", "bytes=12582912-"), "a download goes on where it was cut"
         assert "MiB in 4 files to download to" in (told := capfd.readouterr().err)
         assert "weights 33.6 MiB (float32), KV pages" in told
         hub.asked.clear()
@@ -103,7 +108,7 @@ def test_without_a_network_the_cache_must_have_all(use, demo: HeldRepository, mo
         directory = located("org/model")
     assert located("org/model") == directory
     (directory / "model.safetensors").unlink()
-    assert "cannot be reached ([Errno 111] Connection refused), and in the cache" in (told := refusal())
+    assert "[Errno 111] Connection refused), and in the cache" in (told := refusal())
     assert "org/model lacks model.safetensors; start once with a network, or give a directory" in told
     assert "org/model@v1 is not there" in refusal("org/model@v1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
