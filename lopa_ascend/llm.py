@@ -74,7 +74,8 @@ class LLM:
 
     Args:
         model: Hugging Face directory of a Dream or of a registered model, or its name on the hub, ORG/NAME or
-            ORG/NAME@REVISION; None: the bundled model.
+            ORG/NAME@REVISION; None: the bundled model. Code beside a model is never run: there is no
+            ``trust_remote_code``.
         options: the other fields of ``lopa_ascend.config.EngineConfig``, e.g. ``lora``, ``dtype``, ``max_model_len``,
             ``kv_cache_memory``, ``max_num_seqs``, ``seed``. ``graph_params`` says what graphs are compiled for; by
             default that is what the model's directory recommends.

@@ -71,7 +71,7 @@ class Repository:
             answer = _answer(error)
             if answer is not None and answer.response.status_code < 500 and answer.response.status_code != 429:
                 raise self._refusal(answer) from None
-            self._take_cached(f"{constants.ENDPOINT} cannot be reached ({_reason(error)})")
+            self._take_cached(_reason(error))
 
     def __str__(self) -> str:
         revision = self.name.revision
@@ -191,8 +191,7 @@ class Repository:
         except _ERRORS as error:
             if (answer := _answer(error)) is not None and answer.response.status_code < 500:
                 raise self._refusal(answer) from None
-            message = f"the download of {self} has broken off ({_reason(error)}); start again, and it goes on"
-            raise self._error(message) from None
+            raise self._error(f"the download of {self} has broken off: {_reason(error)}; start again") from None
 
     def _lock(self) -> AbstractContextManager[BaseFileLock]:
         self._locks.mkdir(parents=True, exist_ok=True)
@@ -244,9 +243,11 @@ def _answer(error: BaseException) -> HfHubHTTPError | None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first cause of an error, in one line."""
+    """What could not be done, by the first cause of an error, in one line."""
     *_, first = causes(error)
-    return (str(first) or type(first).__name__).partition("\n")[0][:200]
+    if isinstance(first, OSError) and first.filename is not None:
+        return f"{first.filename} cannot be written ({first.strerror}; HF_HOME names another folder)"
+    return f"{constants.ENDPOINT} cannot be reached ({(str(first) or type(first).__name__).splitlines()[0][:200]})"
 
 
 def _say(text: str) -> None:

@@ -71,7 +71,7 @@ def describe_examples(problems: Sequence[Problem]) -> dict[str, Any]:
 
 
 def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:
-    """The names of a model's and an adapter's directories, and a digest of each one's files.
+    """What a model and an adapter are called, and a digest of each one's files.
 
     Raises:
         CheckpointError: there is no such directory.
@@ -85,7 +85,7 @@ def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {"model": "bundled" if model is None else model_name(EngineConfig(model=model))}
     found["model_digest"] = _digest(DEMO_MODEL if model is None else Path(model))
     if adapter is not None:
-        found |= {"adapter": Path(adapter).resolve().name, "adapter_digest": _digest(Path(adapter))}
+        found |= {"adapter": model_name(EngineConfig(model=adapter)), "adapter_digest": _digest(Path(adapter))}
     return found
 
 

@@ -45,7 +45,7 @@ def test_a_server_and_llm_by_name(model_dir: Path, tmp_path: Path) -> None:
         environment = hub.environment(tmp_path / "hf", HF_TOKEN="hf_right")
         flags = ["--model", "org/model@v1", "--lora-path", "org/adapter"]
         with running(*flags, env=environment) as server:
-            assert server.openai.models.list().data[0].id == "org/model"
+            assert server.openai.models.list().data[0] == server.openai.models.retrieve("org/model")
             answer = server.openai.completions.create(model="org/model", prompt="hello", max_tokens=8)
             assert answer.choices[0].text
             assert "org/model@v1: weights " in "".join(server.stderr.seen)

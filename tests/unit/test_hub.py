@@ -102,7 +102,7 @@ def test_what_is_read_is_downloaded_once(use: Callable[[Hub], None], demo: HeldR
         assert "taking commit bbbbbbb from the cache" in told
 
 
-def test_without_a_network_the_cache_must_have_all(use, demo: HeldRepository, monkeypatch) -> None:
+def test_without_a_network_the_cache_must_have_all(use, demo: HeldRepository, monkeypatch, tmp_path: Path) -> None:
     with running_hub(model=demo) as hub:
         use(hub)
         directory = located("org/model")
@@ -111,6 +111,11 @@ def test_without_a_network_the_cache_must_have_all(use, demo: HeldRepository, mo
     assert "[Errno 111] Connection refused), and in the cache" in (told := refusal())
     assert "org/model lacks model.safetensors; start once with a network, or give a directory" in told
     assert "org/model@v1 is not there" in refusal("org/model@v1")
+    (tmp_path / "file").touch()
+    with running_hub(model=demo) as hub:
+        use(hub)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file"))
+        assert " cannot be written (Not a directory; HF_HOME names another folder), and in the cache" in refusal()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert refusal().startswith("HF_HUB_OFFLINE is set, and in the cache")
 
