@@ -31,6 +31,7 @@ from lopa_ascend.core import Request
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.ranks import start_engine
 from lopa_ascend.families import recommended_decoding
+from lopa_ascend.hub import on_this_machine
 from lopa_ascend.text.gaps import Gap, gapped_text, pieces_of, whole_text
 from lopa_ascend.text.output_stream import GapsStream, OutputStream
 from lopa_ascend.text.pass_events import PassEvents
@@ -72,7 +73,9 @@ class LLM:
     takes effect between two steps; the requests of the call that it ends are aborted.
 
     Args:
-        model: Hugging Face directory of a Dream or of a registered model; None: the bundled model.
+        model: Hugging Face directory of a Dream or of a registered model, or its name on the hub, ORG/NAME or
+            ORG/NAME@REVISION; None: the bundled model. Code beside a model is never run: there is no
+            ``trust_remote_code``.
         options: the other fields of ``lopa_ascend.config.EngineConfig``, e.g. ``lora``, ``dtype``, ``max_model_len``,
             ``kv_cache_memory``, ``max_num_seqs``, ``seed``. ``graph_params`` says what graphs are compiled for; by
             default that is what the model's directory recommends.
@@ -80,20 +83,23 @@ class LLM:
     Raises:
         CheckpointError, ConfigError, ModelError, TokenizerError: the directory cannot be served. No weights were
             loaded, unless their values are wrong, such as NaN.
-        ParameterError: an option is unknown or not allowed, or the model cannot be split over so many ranks.
+        ParameterError: an option is unknown or not allowed, or the model cannot be split over so many ranks; or what
+            is named on the hub cannot be downloaded, or does not fit into this machine.
         RankError: a rank did not start. Later calls raise it when a rank has ended or hangs.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any):
         refuse_unknown(options.keys() - {"graph_params"}, EngineConfig.names())
-        lora = options.pop("lora", None)
-        path = None if model is None else str(model)
-        directory = DEMO_MODEL if model is None else model
+        paths = {"model": model, "lora": options.pop("lora", None)}
+        options |= {name: None if path is None else str(path) for name, path in paths.items()}
+        graph_params = options.pop("graph_params", None)
+        config = on_this_machine(EngineConfig(**options))
+        directory = config.model or DEMO_MODEL
         # Checked before the weights are loaded, so that a broken file is reported at once.
         load_template(directory)
         self._recommended = recommended_decoding(directory)
-        options.setdefault("graph_params", GraphParams.of(DecodingParams(**self._recommended)))
-        self.engine = start_engine(EngineConfig(model=path, lora=None if lora is None else str(lora), **options))
+        graph_params = graph_params or GraphParams.of(DecodingParams(**self._recommended))
+        self.engine = start_engine(replace(config, graph_params=graph_params))
         self.config = self.engine.model_config
         try:
             self.tokenizer = load_tokenizer(directory, self.config.vocab_size)

@@ -7,6 +7,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from lopa_ascend.config import ParameterError
+from lopa_ascend.hub import directory_of
+
 
 def number_from(least: int) -> Callable[[str], int]:
     """Reads whole numbers from a least one on, for argparse."""
@@ -28,6 +31,23 @@ def positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
     return value
+
+
+def model_directory(text: str) -> Path:
+    """Reads a directory of a model, or its name on the hub, which is then downloaded, for argparse."""
+    return _directory(text, "model")
+
+
+def adapter_directory(text: str) -> Path:
+    """The same for an adapter."""
+    return _directory(text, "lora")
+
+
+def _directory(text: str, param: str) -> Path:
+    try:
+        return directory_of(text, param)
+    except ParameterError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
 
 
 def new_file(text: str) -> Path:

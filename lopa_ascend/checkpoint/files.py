@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Endings of files that hold weights as pickles."""
 _LENGTH_FIELD = 8
 """Bytes at the beginning of a safetensors file that hold the length of its header."""
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-"""The name of a repository on Hugging Face, such as "Dream-org/Dream-v0-Instruct-7B"."""
 _MAX_NAME = 256
 """Characters of the longest name of a tensor."""
 _MAX_PATTERN = 10_000
@@ -68,10 +65,8 @@ def check_directory(path: Path) -> None:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if not is_directory:
         found = "a file" if exists else "missing"
-        message = f"{path}: expected a directory in the Hugging Face layout, but it is {found}"
-        if not exists and REPOSITORY.fullmatch(str(path)):
-            message += f"; to download a model of this name: hf download {path} --local-dir {path.name}"
-        raise CheckpointError(message)
+        expected = "a directory in the Hugging Face layout, or a name on the hub, ORG/NAME or ORG/NAME@REVISION"
+        raise CheckpointError(f"{path}: expected {expected}, but it is {found}")
     if not os.access(path, os.R_OK | os.X_OK):
         raise CheckpointError(f"{path}: cannot be read by this user")
 

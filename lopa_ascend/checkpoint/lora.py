@@ -13,14 +13,12 @@ from lopa_ascend.checkpoint.files import CheckpointError, Header, check_director
 from lopa_ascend.checkpoint.lora_settings import AdapterSettings
 from lopa_ascend.checkpoint.read import map_tensor
 from lopa_ascend.checkpoint.streams import check_finite
-from lopa_ascend.config.files import read_json_object, shown
+from lopa_ascend.config.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json_object, shown
 from lopa_ascend.families.registry import FAMILIES, family_of_checkpoint
 from lopa_ascend.families.table import ALL, Selected, Tensors, TensorSlices
 
 logger = logging.getLogger(__name__)
 
-_CONFIG = "adapter_config.json"
-_WEIGHTS = "adapter_model.safetensors"
 _BASE = "base_model_name_or_path"
 _INSTEAD = "save the merged model instead (merge_and_unload of PEFT)"
 _ROWS = 4096
@@ -67,9 +65,11 @@ def open_adapter(path: str | Path, model: Tensors, architecture: str = "") -> Ad
     """
     path = Path(path)
     check_directory(path)
-    if not (path / _WEIGHTS).exists():
-        raise no_weights_error(path, f"{_CONFIG} and {_WEIGHTS}")
-    settings = AdapterSettings(path / _CONFIG, read_json_object(path / _CONFIG, CheckpointError), model.head)
+    if not (path / ADAPTER_WEIGHTS).exists():
+        raise no_weights_error(path, f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}")
+    settings = AdapterSettings(
+        path / ADAPTER_CONFIG, read_json_object(path / ADAPTER_CONFIG, CheckpointError), model.head
+    )
     settings.refuse_features()
     linears = model.linears
     modules = settings.targets(linears)
@@ -92,10 +92,10 @@ def open_adapter(path: str | Path, model: Tensors, architecture: str = "") -> Ad
         expected[a] = rank, num_columns
         expected[b] = num_rows, rank
         deltas[linears[module].name] = Delta(a, b, settings.scaling(module))
-    headers = read_headers(path / _WEIGHTS)
-    copies = _copies(path / _WEIGHTS, headers, model)
+    headers = read_headers(path / ADAPTER_WEIGHTS)
+    copies = _copies(path / ADAPTER_WEIGHTS, headers, model)
     names = [name for several in copies.values() for name in several]
-    _check_tensors(path / _WEIGHTS, {n: header for n, header in headers.items() if n not in names}, expected)
+    _check_tensors(path / ADAPTER_WEIGHTS, {n: header for n, header in headers.items() if n not in names}, expected)
     saved = {_original(name).removesuffix(".weight").removesuffix(".bias") for name in names}
     settings.check_saved((name.removesuffix(".weight") for name in (*model.specs, *model.copies)), saved)
     return Adapter(path, deltas, copies)
@@ -143,7 +143,7 @@ def merge_adapter(
         CheckpointError: a value of the adapter is not a finite number, or the adapter has a tensor of the model with
             other values.
     """
-    file = adapter.path / _WEIGHTS
+    file = adapter.path / ADAPTER_WEIGHTS
     for name, weight in stream:
         for copy in adapter.copies.get(name, ()):
             _check_copy(file, copy, weight, slices.get(name, ()))
@@ -181,7 +181,7 @@ def _check_tensors(file: Path, headers: dict[str, Header], expected: dict[str, t
         if header.shape != expected[name]:
             raise CheckpointError(
                 f"{file}: tensor {name}: has shape {list(header.shape)}, expected {list(expected[name])} "
-                f"by r in {_CONFIG} and the model's weight"
+                f"by r in {ADAPTER_CONFIG} and the model's weight"
             )
     for name, shape in expected.items():
         if name not in headers:

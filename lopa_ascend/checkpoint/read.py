@@ -24,7 +24,7 @@ from lopa_ascend.checkpoint.files import (
 from lopa_ascend.checkpoint.int8_formats import Int8Description, describe_int8
 from lopa_ascend.checkpoint.int8_members import split_members
 from lopa_ascend.config import ConfigError, ModelConfig
-from lopa_ascend.config.files import read_json_object, shown
+from lopa_ascend.config.files import INDEX, SINGLE_FILE, read_json_object, shown
 from lopa_ascend.config.int8_files import MODELSLIM, MODELSLIM_WEIGHTS
 from lopa_ascend.families.family import Family
 from lopa_ascend.families.reading import eos_ids, read_config
@@ -34,8 +34,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """By the name of the dtype in config.json."""
 _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Name in a safetensors file -> name in a config."""
-_SINGLE_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 
 
 def map_tensor(file: Path, name: str) -> torch.Tensor:
@@ -155,10 +153,10 @@ def _eos_doubts(path: Path, raw: dict[str, Any], generation: dict[str, Any], con
 def _find_tensors(path: Path, int8: Int8Description | None) -> tuple[dict[str, Header], Path]:
     """The header of every tensor by name, and the file that lists the tensors."""
     item_sizes = ITEM_SIZES if int8 is None else ITEM_SIZES | INTEGER_SIZES
-    if (path / _SINGLE_FILE).exists():
-        return read_headers(path / _SINGLE_FILE, item_sizes), path / _SINGLE_FILE
-    if (path / _INDEX).exists():
-        return _read_indexed_files(path / _INDEX, item_sizes), path / _INDEX
+    if (path / SINGLE_FILE).exists():
+        return read_headers(path / SINGLE_FILE, item_sizes), path / SINGLE_FILE
+    if (path / INDEX).exists():
+        return _read_indexed_files(path / INDEX, item_sizes), path / INDEX
     if int8 is not None and int8.format == MODELSLIM:
         indices, files = sorted(path.glob(f"{MODELSLIM_WEIGHTS}.index.json")), sorted(path.glob(MODELSLIM_WEIGHTS))
         if len(indices) == 1:
@@ -166,7 +164,7 @@ def _find_tensors(path: Path, int8: Int8Description | None) -> tuple[dict[str, H
         if len(files) == 1 and not indices:
             return read_headers(files[0], item_sizes), files[0]
         raise no_weights_error(path, f"one file {MODELSLIM_WEIGHTS}, or one index of such files")
-    raise no_weights_error(path, f"{_SINGLE_FILE}, or {_INDEX} and its shards")
+    raise no_weights_error(path, f"{SINGLE_FILE}, or {INDEX} and its shards")
 
 
 def _read_indexed_files(index: Path, item_sizes: Mapping[str, int]) -> dict[str, Header]:

@@ -19,7 +19,7 @@ from lopa_ascend.checkpoint.lora import merge_adapter, open_adapter
 from lopa_ascend.checkpoint.read import Checkpoint, open_checkpoint
 from lopa_ascend.checkpoint.smooth import choose_factors, smoothed, smoothed_weights
 from lopa_ascend.checkpoint.streams import check_weights, checked_copies, quantized
-from lopa_ascend.config.files import read_json_object
+from lopa_ascend.config.files import INDEX, read_json_object
 from lopa_ascend.config.int8_files import CONFIG_FIELD
 from lopa_ascend.families.family import Family
 from lopa_ascend.families.table import SCALE
@@ -147,7 +147,7 @@ def _write_weights(parts: Iterator[dict[str, Tensor]], out: Path) -> None:
         except SafetensorError as error:
             raise OSError(f"{out / file}: cannot be written: {error}") from error
         files |= dict.fromkeys(part, file)
-    index = out / "model.safetensors.index.json"
+    index = out / INDEX
     _write_json(index, {"metadata": {}, "weight_map": files})
     for file in set(files.values()):
         shutil.copymode(index, out / file)  # safetensors makes files that only their owner can read

@@ -40,18 +40,19 @@ class EngineConfig:
     model: str | None = declare(
         None,
         AnyText(),
-        "Hugging Face directory of a Dream or of a registered model",
+        "Hugging Face directory of a Dream or of a registered model, or its name on the hub, ORG/NAME or "
+        "ORG/NAME@REVISION",
         group=Section.MODEL,
-        metavar="DIR",
+        metavar="MODEL",
         default_text="the bundled model",
     )
     lora: str | None = declare(
         None,
         AnyText(),
-        "directory of a PEFT LoRA adapter, which is merged into the weights at start",
+        "directory or name on the hub of a PEFT LoRA adapter, which is merged into the weights at start",
         group=Section.MODEL,
         flag="lora_path",
-        metavar="DIR",
+        metavar="ADAPTER",
     )
     device: str = declare("cpu", Choice(tuple(GRAPH_MODES_BY_DEVICE)), "what the model runs on", group=Section.MODEL)
     dtype: str = declare(
@@ -215,6 +216,14 @@ class EngineConfig:
     def int8_layers(self) -> frozenset[str]:
         """Those of INT8_LAYERS that this configuration quantises."""
         return frozenset() if self.quantization is None else frozenset(INT8_LAYERS) - {*self.quantization_exclude}
+
+    def batched_tokens(self, max_model_len: int) -> int:
+        """Tokens that a rank computes in a step, at most.
+
+        Args:
+            max_model_len: positions of the longest sequence.
+        """
+        return self.max_num_batched_tokens or max(4096, max_model_len)
 
     @property
     def world_size(self) -> int:

@@ -17,6 +17,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The weights of a model: in one file, which is taken if both are there, or an index of several."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files of a PEFT adapter."""
 MAX_FILE = 4 * 2**20
 """Bytes of the largest file that is read, unless the caller says otherwise. Configurations have some kilobytes."""
 MAX_VOCABULARY = 32 * 2**20

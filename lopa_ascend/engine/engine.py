@@ -24,11 +24,12 @@ from lopa_ascend.config.kinds import format_size
 from lopa_ascend.core import Request, Result, Sequence, Step
 from lopa_ascend.engine.commands import Abort, Admit, StartProfile, StopProfile
 from lopa_ascend.engine.leader import Leader, Order, end_processes
-from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
+from lopa_ascend.engine.prepare import Prepared, choose_num_pages, prepare, request_limits
 from lopa_ascend.engine.profile import Profiles, RankTraces
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.engine.starter import Starter
 from lopa_ascend.graph.setup import build_executor
+from lopa_ascend.hub import model_name
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.kv.prefix_cache import BlockPrefixCache, PrefixCache
 from lopa_ascend.model.base import Model, settle

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
@@ -121,13 +120,8 @@ class SplitSource(ModelSource):
         return self.config, self._int8_modules, self._family.decoder
 
     def weight_bytes(self, ranks: int) -> int:
-        size = getattr(torch, checkpoint.with_dtype(self.config, self._options.dtype).dtype).itemsize
-        total = 0
-        for spec in self._checkpoint.expected.specs.values():
-            is_int8 = spec.row.linear is not None and spec.module in self._int8_modules
-            share = 1 if spec.split_axis is None else ranks
-            total += math.prod(spec.shape) * (1 if is_int8 else size) // share
-        return total
+        size: int = getattr(torch, checkpoint.with_dtype(self.config, self._options.dtype).dtype).itemsize
+        return self._checkpoint.expected.num_bytes(size, self._int8_modules, ranks)
 
     def load(self, ops: Ops, tp: Group, num_positions: int) -> Model:
         options = self._options

@@ -54,19 +54,6 @@ def model_path(config: EngineConfig) -> Path:
     return DEMO_MODEL if config.model is None else Path(config.model)
 
 
-def model_name(config: EngineConfig) -> str:
-    """What the configured model is called: its directory's name.
-
-    In Hugging Face's cache that is a commit (models--ORG--NAME/snapshots/COMMIT), so there it is the repository's name.
-    """
-    if config.model is None:
-        return "demo"
-    path = model_path(config).resolve()
-    repository = path.parent.parent.name
-    is_cached = path.parent.name == "snapshots" and repository.startswith("models--")
-    return repository.rpartition("--")[2] if is_cached else path.name
-
-
 def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     """Checks a configuration against the device and the model's directory, without reading a weight.
 
@@ -92,7 +79,7 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
         eos_token_ids = end_token_ids(tokenizer, model.mask_token_id, eos_token_ids, family)
     num_token_ids = tokenizer.num_token_ids if tokenizer else model.vocab_size
     max_model_len = choose_max_model_len(config, model)
-    max_num_batched_tokens = config.max_num_batched_tokens or max(4096, max_model_len)
+    max_num_batched_tokens = config.batched_tokens(max_model_len)
     ops, layout = device.checked_ops(ops, config, with_dtype(model, config.dtype), max_model_len)
     config = replace(config, attention_layout=layout)
     device.check_memory(model_source.weight_bytes(config.tensor_parallel_size), config.world_size)

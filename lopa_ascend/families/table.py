@@ -6,6 +6,7 @@ instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -176,6 +177,20 @@ class Tensors:
     def linears(self) -> dict[str, TensorSpec]:
         """The weights of linear layers by module, the head's among them."""
         return {spec.module: spec for spec in self.specs.values() if spec.row.linear is not None}
+
+    def num_bytes(self, item_size: int, int8: Collection[str] = (), ranks: int = 1) -> int:
+        """Bytes of the part of one of ``ranks`` ranks, without padding and the scales of int8 layers.
+
+        Args:
+            item_size: bytes of a float.
+            int8: modules whose weights are int8.
+        """
+        total = 0
+        for spec in self.specs.values():
+            is_int8 = spec.row.linear is not None and spec.module in int8
+            share = 1 if spec.split_axis is None else ranks
+            total += math.prod(spec.shape) * (1 if is_int8 else item_size) // share
+        return total
 
     def int8_modules(self, layers: Collection[str]) -> set[str]:
         """The modules of the linear layers that ``quantization_exclude`` calls so."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from lopa_ascend.types import KVShape
+
 PAGE_SIZE = 128
 
 
@@ -86,6 +88,11 @@ class PageAllocator:
         self._references[page] += references
         self._cached_references[page] += cached
         self.num_evictable += self.is_evictable(page)
+
+
+def page_bytes(shape: KVShape, item_size: int) -> int:
+    """Bytes of one page: keys and values in all layers, of numbers of ``item_size`` bytes."""
+    return 2 * shape.num_layers * PAGE_SIZE * shape.num_kv_heads * shape.head_dim * item_size
 
 
 def pages_for(positions: int) -> int:

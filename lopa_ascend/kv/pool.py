@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, pages_for
+from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, page_bytes, pages_for
 from lopa_ascend.types import KVShape, PageCopy
 
 
@@ -39,7 +39,7 @@ class KVPool:
     @staticmethod
     def page_bytes(shape: KVShape, dtype: torch.dtype) -> int:
         """Bytes of one page: keys and values in all layers."""
-        return 2 * shape.num_layers * PAGE_SIZE * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+        return page_bytes(shape, dtype.itemsize)
 
     @property
     def num_pages(self) -> int:

@@ -16,8 +16,8 @@ from lopa_ascend.serve.config import ServeConfig
 
 
 def _exit_at_once(*_: object) -> None:
-    # During the imports there is nothing to clean up. An exception would be raised inside an import, which may turn it
-    # into another exception.
+    # During a download and the imports there is nothing to clean up. An exception would wait for whole files, or be
+    # raised inside an import, which may turn it into another exception.
     os._exit(0)
 
 
@@ -41,6 +41,8 @@ def _serve(config: ServeConfig) -> int:
 
 def main(argv: list[str] | None = None) -> NoReturn:
     open_closed_streams()
+    signal.signal(signal.SIGINT, _exit_at_once)
+    signal.signal(signal.SIGTERM, _exit_at_once)
     if Path(sys.argv[0]).stem == COMMAND:
         # Unlike `python -m` it imports nothing from the working directory, nor must the processes that it starts.
         os.environ.setdefault("PYTHONSAFEPATH", "1")
@@ -52,8 +54,6 @@ def main(argv: list[str] | None = None) -> NoReturn:
         # torchrun starts this command for each rank, and rank 0 alone serves HTTP.
         command = follower_command(config.engine, ends_with_stdin=False)
         os.execv(command[0], command)
-    signal.signal(signal.SIGINT, _exit_at_once)
-    signal.signal(signal.SIGTERM, _exit_at_once)
     status = _serve(config)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -10,6 +10,7 @@ import os
 import string
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from lopa_ascend.config.removed import instead_of
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.families import family_of, recommended_decoding
+from lopa_ascend.hub import on_this_machine
 from lopa_ascend.parallel.launch import Rendezvous, rank_in_environment
 from lopa_ascend.serve.config import JsonObject, ServeConfig
 from lopa_ascend.serve.flags import (
@@ -68,12 +70,15 @@ OTHERS_FLAGS = {
     "enforce_eager": "--graph-mode eager",
     "diffusion_block_size": "--block-size",
     "tokenizer": "--model, whose directory has the tokenizer",
+    "revision": "--model ORG/NAME@REVISION",
+    "download_dir": "the environment variable HF_HOME",
+    "trust_remote_code": "missing, because code of a repository is never run",
 }
 """Flags of other servers (vLLM, SGLang, Diffulex), and what does the same here."""
 EXAMPLES = """\
 examples:
   %(prog)s                                  the bundled model on http://127.0.0.1:8000
-  %(prog)s --model Dream-v0-Instruct-7B --lora-path D2F_Dream_Instruct_7B_Lora --dtype bfloat16
+  %(prog)s --model Dream-org/Dream-v0-Instruct-7B --lora-path DIR --dtype bfloat16
   %(prog)s --preset S13 --tau-conf 0.8      the decoding of a row of the LoPA paper, but one value
   %(prog)s --num-branches 7 --tau-conf 0.8  fewer forward passes, a little less accurate
   %(prog)s --replicas 2                     two engines behind one address, on Ray Serve
@@ -96,7 +101,7 @@ def build_parser(shown: Collection[str] | None = USUAL) -> argparse.ArgumentPars
     """
     parser = argparse.ArgumentParser(
         prog=COMMAND if Path(sys.argv[0]).stem == COMMAND else "python -m lopa_ascend.serve",
-        usage="%(prog)s [--model DIR] [--host ADDRESS] [--port N] [FLAGS]",
+        usage="%(prog)s [--model MODEL] [--host ADDRESS] [--port N] [FLAGS]",
         description="Serves a diffusion language model over an OpenAI-compatible HTTP API.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
@@ -187,35 +192,38 @@ def _meant(name: str) -> str:
 
 def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
     """The configuration with the given values, by names of flags, as errors have them, too."""
-    decoding = field_values(given, DECODING_FLAGS)
-    if "preset" in given:
-        decoding = find_preset(given["preset"]).merged(decoding)
-    else:
-        decoding = {**_recommended(given, decoding), **decoding}
-    params = DecodingParams(**decoding)
-    _check_family(given, params)
-    # Graphs are compiled for what most requests will ask for.
-    engine = EngineConfig(graph_params=GraphParams.of(params), **field_values(given, ENGINE_FLAGS))
-    _check_lookaheads(given, params, engine)
+    engine = EngineConfig(**field_values(given, ENGINE_FLAGS))
     if rank_in_environment() is not None:
         Rendezvous.from_environment().check_world_size(engine)
     _check_access(given)
     _check_replicas(given)
+    engine = on_this_machine(engine)
+    model = engine.model or DEMO_MODEL
+    decoding = field_values(given, DECODING_FLAGS)
+    if "preset" in given:
+        decoding = find_preset(given["preset"]).merged(decoding)
+    else:
+        decoding = {**_recommended(model, decoding), **decoding}
+    params = DecodingParams(**decoding)
+    _check_family(model, params)
+    # Graphs are compiled for what most requests will ask for.
+    engine = replace(engine, graph_params=GraphParams.of(params))
+    _check_lookaheads(given, params, engine)
     return ServeConfig(engine=engine, decoding=decoding, **field_values(given, SERVE_FLAGS))
 
 
-def _recommended(given: Mapping[str, Any], decoding: Mapping[str, Any]) -> dict[str, Any]:
+def _recommended(model: str | Path, decoding: Mapping[str, Any]) -> dict[str, Any]:
     """What the model's directory recommends, as far as it goes with the flags."""
     try:
-        return fitting_defaults(recommended_decoding(given.get("model", DEMO_MODEL)), decoding)
+        return fitting_defaults(recommended_decoding(model), decoding)
     except ConfigError as error:
         raise ParameterError("model", f"cannot be served: {error}") from error
 
 
-def _check_family(given: Mapping[str, Any], params: DecodingParams) -> None:
+def _check_family(model: str | Path, params: DecodingParams) -> None:
     """Refuses default decoding parameters that the model's family cannot run."""
     try:
-        family = family_of(given.get("model", DEMO_MODEL))
+        family = family_of(model)
     except ConfigError as error:
         raise ParameterError("model", f"cannot be served: {error}") from error
     if family is not None:

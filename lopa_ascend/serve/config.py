@@ -85,7 +85,7 @@ class ServeConfig:
         "name of the model in the API",
         group=Section.MODEL,
         metavar="NAME",
-        default_text='"demo", or the name of the directory `model`',
+        default_text='"demo", or the name of the directory `model`, or ORG/NAME',
     )
     chat_template: str | None = declare(
         None,

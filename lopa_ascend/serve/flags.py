@@ -61,7 +61,8 @@ class Flag:
 
 
 def option(name: str) -> str:
-    """How a flag is written on the command line."""
+    """How a flag, or the flag of an engine's field, is written on the command line."""
+    name = next((flag.name for flag in ENGINE_FLAGS.values() if flag.field == name), name)
     return "--" + name.replace("_", "-")
 
 

@@ -45,7 +45,7 @@ from lopa_ascend.config.settings import refuse_unknown, settings
 from lopa_ascend.decode.block_pipeline import WINDOW_ATTENTIONS
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.families import recommended_decoding
-from scripts.arguments import number_from
+from scripts.arguments import model_directory, number_from
 from scripts.bench.machine import describe_machine
 from scripts.bench.prompts import text_prompts
 
@@ -62,7 +62,7 @@ NEW_TOKENS = 128
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", type=Path, metavar="DIR", help="a model (default: the bundled one)")
+    which.add_argument("--model", type=model_directory, metavar="MODEL", help="a model (default: the bundled one)")
     which.add_argument("--random", action="store_true", help="the random model, written to build/bench-model")
     for name, default, least, text in (
         ("--branches", [0, 4, 8], 0, "lookahead branches, the paper's k; 0 is D2F"),

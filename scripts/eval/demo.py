@@ -27,6 +27,7 @@ from lopa_ascend.config.combinations import fitting_defaults
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.families import recommended_decoding
+from lopa_ascend.hub import on_this_machine
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
 from lopa_ascend.types import GenerationOutput
 from scripts.arguments import number_from
@@ -123,11 +124,12 @@ def run(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
         given: by name, the arguments that were given or have a default.
     """
     engine = {**FIXED, **field_values(given, ENGINE_FLAGS)}
-    EngineConfig(**engine)
+    here = on_this_machine(EngineConfig(**engine))
+    engine |= {"model": here.model, "lora": here.lora}
     fields = field_values({name: value for name, value in given.items() if name not in COMBINED}, DECODING_FLAGS)
     combined = {name: given[name] for name in COMBINED if name in given}
     ways = [
-        decoding(engine.get("model", DEMO_MODEL), **fields, **dict(zip(combined, values, strict=True)))
+        decoding(here.model or DEMO_MODEL, **fields, **dict(zip(combined, values, strict=True)))
         for values in itertools.product(*combined.values())
     ]  # all are checked before the model is loaded
     from lopa_ascend import LLM  # imports torch, which takes seconds

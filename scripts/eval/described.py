@@ -9,6 +9,7 @@ from typing import Any
 
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.hub import model_name
 from scripts.bench.machine import describe_machine
 from scripts.eval.files import TaskFile
 from scripts.eval.task_kinds import Problem
@@ -70,7 +71,7 @@ def describe_examples(problems: Sequence[Problem]) -> dict[str, Any]:
 
 
 def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:
-    """The names of a model's and an adapter's directories, and a digest of each one's files.
+    """What a model and an adapter are called, and a digest of each one's files.
 
     Raises:
         CheckpointError: there is no such directory.
@@ -81,10 +82,10 @@ def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:
             from lopa_ascend.checkpoint.files import check_directory  # loads torch
 
             check_directory(Path(path))
-    found: dict[str, Any] = {"model": "bundled" if model is None else Path(model).resolve().name}
+    found: dict[str, Any] = {"model": "bundled" if model is None else model_name(EngineConfig(model=model))}
     found["model_digest"] = _digest(DEMO_MODEL if model is None else Path(model))
     if adapter is not None:
-        found |= {"adapter": Path(adapter).resolve().name, "adapter_digest": _digest(Path(adapter))}
+        found |= {"adapter": model_name(EngineConfig(model=adapter)), "adapter_digest": _digest(Path(adapter))}
     return found
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig, GraphParams
 from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.hub import model_name
 from scripts.eval.described import describe_benchmark
 from scripts.eval.files import TaskFile, TaskFileError, check_runnable, read_examples, read_problems
 from scripts.eval.paper_rows import Row
@@ -228,7 +229,7 @@ class TableRun:
         return self._loaded[1]
 
     def _ran_on(self, config: EngineConfig) -> str:
-        model = "bundled model" if config.model is None else Path(config.model).name
+        model = "bundled model" if config.model is None else model_name(config)
         ranks = f"tp {config.tensor_parallel_size} x bp {config.branch_parallel_size}"
         return f"{model}, {config.device}, {number_format(config)}, {ranks}"
 

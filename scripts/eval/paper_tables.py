@@ -26,6 +26,7 @@ from typing import Any
 
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.config.settings import HelpFormatter
+from lopa_ascend.hub import directory_of
 from lopa_ascend.serve.flags import ENGINE_FLAGS, add_flags, field_values
 from scripts.arguments import number_from
 from scripts.eval.command import run_command, with_defaults
@@ -145,7 +146,7 @@ def _checkpoints(given: list[str], table: str) -> dict[str, Checkpoint]:
             raise ParameterError(
                 "checkpoint", f"{paper_name(table)} has no model {model!r}; it has {', '.join(models)}"
             )
-        found[model] = Checkpoint(folder, adapter or None)
+        found[model] = Checkpoint(str(directory_of(folder)), str(directory_of(adapter, "lora")) if adapter else None)
     return found
 
 

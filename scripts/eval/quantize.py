@@ -29,7 +29,7 @@ from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.model.registry import find_model
-from scripts.arguments import number_from
+from scripts.arguments import adapter_directory, model_directory, number_from
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,10 +57,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.eval quantize", description=__doc__, formatter_class=HelpFormatter
     )
-    parser.add_argument("model", type=Path, metavar="MODEL", help="directory of the float checkpoint")
+    parser.add_argument("model", type=model_directory, metavar="MODEL", help="the float checkpoint")
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to write, missing or empty")
     parser.add_argument(
-        "--lora", type=Path, metavar="DIR", help="directory of a PEFT LoRA adapter, which is merged first"
+        "--lora", type=adapter_directory, metavar="ADAPTER", help="a PEFT LoRA adapter, which is merged first"
     )
     parser.add_argument(
         "--exclude",

@@ -32,6 +32,7 @@ from lopa_ascend.config.presets import Preset, PromptFormat, find_preset
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.families import recommended_decoding
+from lopa_ascend.hub import on_this_machine
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
 from scripts.arguments import number_from
 from scripts.bench.machine import describe_machine
@@ -108,14 +109,14 @@ def evaluate(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     foreign = [Foreign.named(args, name.removeprefix(FOREIGN), counts) for name in names if name.startswith(FOREIGN)]
     prompt = find_format(args.prompt or (preset.prompts[0].name if preset else CHAT.name))
     decoding = field_values(given, DECODING_FLAGS)
+    here = on_this_machine(EngineConfig(**field_values(given, ENGINE_FLAGS)))
     if preset:
         decoding = preset.merged(decoding)
     else:
-        model = field_values(given, ENGINE_FLAGS).get("model", DEMO_MODEL)
-        decoding = {**fitting_defaults(recommended_decoding(model), decoding), **decoding}
+        decoding = {**fitting_defaults(recommended_decoding(here.model or DEMO_MODEL), decoding), **decoding}
     params = DecodingParams(**decoding)
     fixed = {"max_num_seqs": args.batch_size, "seed": SEED, "graph_params": GraphParams.of(params)}
-    engine = {**fixed, **field_values(given, ENGINE_FLAGS)}
+    engine = {**fixed, **field_values(given, ENGINE_FLAGS), "model": here.model, "lora": here.lora}
     config = EngineConfig(**engine)
     settings = describe_settings(args, preset, prompt, params, config, jobs, foreign)
     check_runnable([job.task for job in jobs])

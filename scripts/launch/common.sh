@@ -24,8 +24,8 @@ deterministic= # not empty: HCCL sums in the same order always
 flags_help() {
     cat <<END
 flags (default):
-  --model DIR          Hugging Face directory of a Dream or of a registered model (the bundled one)
-  --lora-path DIR      PEFT LoRA adapter, merged into the weights at start
+  --model MODEL        directory, or name on the hub, of a Dream or of a registered model (the bundled one)
+  --lora-path ADAPTER  directory, or name on the hub, of a PEFT LoRA adapter, merged into the weights at start
   --device npu|cpu     what the model runs on ($(default device)); cpu runs the same on any machine, with gloo
   --tp N               tensor parallel size: ranks that split each forward pass ($(default tp))
   --bp N               branch parallel size: groups of --tp ranks that take different branches ($(default bp))

@@ -8,16 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lopa_ascend.config import ConfigError
-from lopa_ascend.config.files import MAX_HEADER, read_json_object
+from lopa_ascend.config.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    INDEX,
+    MAX_HEADER,
+    SINGLE_FILE,
+    read_json_object,
+)
 from lopa_ascend.config.int8_files import MODELSLIM_WEIGHTS, modelslim_descriptions
 from lopa_ascend.families import read_config
+from lopa_ascend.hub import name_in
 from lopa_ascend.model.registry import find_model
 from scripts.launch.arguments import Launch
-from scripts.launch.findings import Finding, fail, ok
+from scripts.launch.findings import Finding, fail, note, ok
 
 
 def check_model(launch: Launch) -> Iterator[Finding]:
-    """Checks that all files can be read, and that tp splits the model."""
+    """Checks that all files can be read, and that tp splits the model. What is on the hub the server checks itself."""
+    if names := [str(path) for path in (launch.model, launch.lora_path) if path and name_in(str(path))]:
+        yield note(f"model: the server downloads {' and '.join(names)}, and checks then whether it fits")
+        return
     for check in (_check_files, _check_tensor_parallel_size):
         try:
             yield from check(launch)
@@ -28,7 +39,7 @@ def check_model(launch: Launch) -> Iterator[Finding]:
 def _check_files(launch: Launch) -> Iterator[Finding]:
     files = _weights(launch.model)
     if launch.lora_path is not None:
-        files += [launch.lora_path / name for name in ("adapter_config.json", "adapter_model.safetensors")]
+        files += [launch.lora_path / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
     unreadable = [file for file in files if not file.is_file() or not os.access(file, os.R_OK)]
     for file in unreadable:
         yield fail(f"model: {file} is not there or cannot be read", "finish its download, or let this user read it")
@@ -58,7 +69,7 @@ def _is_whole(file: Path) -> bool:
 
 def _weights(model: Path) -> list[Path]:
     """The files with the weights of a model, of which some may be missing."""
-    single, index = model / "model.safetensors", model / "model.safetensors.index.json"
+    single, index = model / SINGLE_FILE, model / INDEX
     if not single.exists() and not index.exists() and modelslim_descriptions(model):
         single = next(iter(sorted(model.glob(MODELSLIM_WEIGHTS))), model / MODELSLIM_WEIGHTS)
         index = next(iter(sorted(model.glob(f"{MODELSLIM_WEIGHTS}.index.json"))), index)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from lopa_ascend.checkpoint import CheckpointError
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.engine.prepare import model_name
+from lopa_ascend.hub import model_name
 from tests.dream_checkpoint import load, open_checkpoint
 from tests.tiny import write_dream
 
@@ -303,18 +303,15 @@ def test_missing_directory(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "x")
 
 
-def test_a_repository_that_is_not_downloaded_is_named_with_the_command() -> None:
-    command = "hf download Dream-org/Dream-v0-Instruct-7B --local-dir Dream-v0-Instruct-7B"
-    with pytest.raises(CheckpointError, match=f"it is missing; to download a model of this name: {command}$"):
-        open_checkpoint("Dream-org/Dream-v0-Instruct-7B")
-    with pytest.raises(CheckpointError, match="it is missing$"):
+def test_what_is_neither_a_directory_nor_a_name_on_the_hub() -> None:
+    with pytest.raises(CheckpointError, match=r"a name on the hub, ORG/NAME or ORG/NAME@REVISION, but it is missing$"):
         open_checkpoint("/no/such/model")
 
 
 def test_names_of_models() -> None:
     names = {
         "models/Dream-v0-Instruct-7B": "Dream-v0-Instruct-7B",
-        "hub/models--Dream-org--Dream-v0-Instruct-7B/snapshots/8b7672e": "Dream-v0-Instruct-7B",
+        "hub/models--Dream-org--Dream-v0-Instruct-7B/snapshots/8b7672e": "Dream-org/Dream-v0-Instruct-7B",
         "snapshots/other": "other",
         None: "demo",
     }

@@ -43,6 +43,11 @@ def test_a_model_that_is_whole(model: Path):
     ]
 
 
+def test_what_is_on_the_hub_is_left_to_the_server():
+    told = "the server downloads org/model@v1, and checks then whether it fits"
+    assert model_findings(Path("org/model@v1")) == [f"note  model: {told}"]
+
+
 WHOLE = "give a whole Hugging Face directory of a Dream or of a registered model"
 DOWNLOAD = "finish its download, or let this user read it"
 

@@ -18,6 +18,7 @@ from ray.serve.request_router import RequestRouter
 
 from lopa_ascend.backend import find_device
 from lopa_ascend.config import ParameterError
+from lopa_ascend.hub import model_name
 from lopa_ascend.serve.api.request import check_defaults
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.cli import config_of
@@ -130,7 +131,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 def _name(config: ServeConfig) -> str:
     """The name of a model's deployment."""
-    name = config.served_model_name or (config.engine.model or "demo").rstrip("/").rpartition("/")[2]
+    name = config.served_model_name or model_name(config.engine)
     return re.sub(r"[^A-Za-z0-9._-]", "-", name)
 
 

@@ -16,9 +16,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import lopa_ascend
 from lopa_ascend.backend import find_device
-from lopa_ascend.config import EngineConfig
+from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.core import Request
 from lopa_ascend.engine.commands import Abort
+from lopa_ascend.hub import on_this_machine
 from lopa_ascend.parallel.launch import LOCALHOST, RankProcess, Rendezvous, follower_command, free_port
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.link.messages import Stepped, decode_to_engine, encode_message
@@ -61,6 +62,7 @@ class Rank:
 
     async def run(self, rank: int, config: EngineConfig, placement: ReplicaPlacement, host: str, port: int) -> int:
         """Runs the rank until it ends; returns its exit status."""
+        config = await asyncio.to_thread(on_this_machine, config)
         environment = os.environ | _rank_environment(rank, config, placement, host, port)
         process = ChildProcess(RankProcess(follower_command(config, ends_with_stdin=True), environment))
         await process.ended.wait()
@@ -94,7 +96,11 @@ class Replica:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._choices: dict[str, _Running] = {}
         self._ranks = await _start_ranks(config.engine, placement) if config.engine.world_size > 1 else []
-        self._engine, ready = await EngineProcess.start(config.engine)
+        try:
+            engine = await asyncio.to_thread(on_this_machine, config.engine)
+        except ParameterError as error:
+            raise EngineFailed(str(error)) from error
+        self._engine, ready = await EngineProcess.start(engine)
         self._ready = encode_message(ready)
         self._stats = EngineStats(0, 0, 0, 0, ready.limits.num_pages)
         self._last_message = time.monotonic()

@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="Dream-7B",
         metavar="MODEL",
-        help=f"{' or '.join(known_models())}, or a directory with a config.json (default: Dream-7B)",
+        help=f"{' or '.join(known_models())}, a directory with a config.json, or a name on the hub (default: Dream-7B)",
     )
     parser.add_argument(
         "--device",

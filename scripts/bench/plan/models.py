@@ -8,6 +8,7 @@ from typing import Any
 from lopa_ascend.config import ConfigError, ModelConfig
 from lopa_ascend.config.files import read_json_object
 from lopa_ascend.families import family_in, read_config
+from lopa_ascend.hub import directory_of
 
 FILE = Path(__file__).with_name("geometries.json")
 
@@ -18,17 +19,20 @@ def known_models() -> tuple[str, ...]:
 
 
 def load_model(name: str) -> ModelConfig:
-    """The configuration of a built-in geometry, or of a Hugging Face directory, of which config.json alone is read.
+    """The configuration of a built-in geometry, or of a directory or a name on the hub, by its JSON files alone.
 
     Raises:
         ConfigError: there is neither such a geometry nor such a directory, or its config.json cannot be used.
+        ParameterError: what is named on the hub cannot be read.
     """
     built_in = read_json_object(FILE, ConfigError)
     if name in built_in:
         return _parse(built_in[name]["config"], f"{FILE.name}: {name}")
-    file = Path(name) / "config.json"
+    file = directory_of(name, with_weights=False) / "config.json"
     if not file.exists():
-        raise ConfigError(f"unknown model {name!r}; choose one of {', '.join(built_in)}, or give a directory")
+        raise ConfigError(
+            f"unknown model {name!r}; choose one of {', '.join(built_in)}, or give a directory or ORG/NAME"
+        )
     return _parse(read_json_object(file, ConfigError), str(file))
 
 

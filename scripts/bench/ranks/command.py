@@ -35,12 +35,11 @@ its CPU time has no waiting in it; the time of the other threads is measured too
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.decode.block_pipeline import WINDOW_ATTENTIONS
 from lopa_ascend.demo import DEMO_MODEL
-from scripts.arguments import number_from
+from scripts.arguments import model_directory, number_from
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -61,10 +60,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model",
-        type=Path,
+        type=model_directory,
         default=DEMO_MODEL,
-        metavar="DIR",
-        help="traffic: Dream directory with a chat template (default: the bundled model)",
+        metavar="MODEL",
+        help="traffic: a Dream with a chat template (default: the bundled model)",
     )
     parser.add_argument(
         "--dtype",

@@ -1,0 +1,193 @@
+"""Whether a model fits into the memory of this machine, by its JSON files alone."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lopa_ascend.backend import find_device
+from lopa_ascend.config import ConfigError, EngineConfig, ModelConfig, ParameterError
+from lopa_ascend.config.engine import DEFAULT_MODEL_LEN
+from lopa_ascend.config.files import read_json_object
+from lopa_ascend.config.int8_files import CONFIG_FIELD, modelslim_descriptions, uses_compressed_tensors
+from lopa_ascend.config.kinds import format_size
+from lopa_ascend.families import Family, read_config
+from lopa_ascend.families.table import sizes_of
+from lopa_ascend.kv.pages import page_bytes, pages_for
+from lopa_ascend.model.registry import find_model
+
+SHORT_MODEL_LEN = 2048
+"""Positions that are enough for many uses, where more do not fit."""
+SCORED_ROWS = 512
+"""Rows of logits that are there at a time, each with two float32 numbers beside it: see ``runner/scoring.py``."""
+_ASK_DEVICE = """
+import sys
+from lopa_ascend.backend import find_device
+device = find_device(sys.argv[1])
+try:
+    device.open()
+except (ValueError, RuntimeError) as error:
+    sys.exit(str(error))
+print(device.free_memory(1))
+"""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is known of a model."""
+
+    config: ModelConfig
+    family: Family | None
+    """None: it is in plain torch."""
+    stored: int
+    """Bytes of its weights in files."""
+    is_int8: bool
+    """Linear layers are stored as int8."""
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Bytes that a rank takes."""
+
+    weights: int
+    pages: int
+    """The KV pages of one request of ``positions`` positions, or those of ``kv_cache_memory``."""
+    step: int
+    positions: int
+    dtype: str
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.pages + self.step
+
+    def __str__(self) -> str:
+        weights, pages, step, total = map(format_size, (self.weights, self.pages, self.step, self.total))
+        return (
+            f"weights {weights} ({self.dtype}), KV pages {pages} (a request of {self.positions} positions) and a step "
+            f"{step} take {total}"
+        )
+
+
+def check_fit(name: str, engine: EngineConfig, directory: Path, stored: int) -> str:
+    """Says what a model takes of the memory that is free, for the user.
+
+    Args:
+        name: of the model.
+        engine: how it is to run.
+        directory: has its JSON files.
+        stored: bytes of its weights.
+
+    Raises:
+        ParameterError: no family of this engine has the model; or it does not fit: the message names a setting with
+            which it does, if there is one.
+    """
+    found = _read(name, directory, stored)
+    _check_device(engine, found, directory)
+    need, free = _need(engine, found), _free_memory(engine)
+    a_rank = f"{format_size(free)} {'of each rank ' if engine.world_size > 1 else ''}are free"
+    if need.total <= free:
+        return f"{need}; {a_rank}"
+    problem = f"{name} does not fit: {need}, and {a_rank}"
+    tried = list(_alternatives(engine, found, directory))
+    for settings, other in tried:
+        if other.total <= free:
+            raise ParameterError("model", f"{problem}; choose {settings}, which takes {format_size(other.total)}")
+    settings, least = min(tried, key=lambda item: item[1].total, default=("", need))
+    smallest = f"; nor does it with {settings}: {format_size(least.total)}" if settings else ""
+    raise ParameterError("model", problem + smallest)
+
+
+def _read(name: str, directory: Path, stored: int) -> _Found:
+    file = directory / "config.json"
+    try:
+        raw = read_json_object(file, ConfigError)
+        family = find_model(raw)
+        generation = read_json_object(directory / "generation_config.json", ConfigError, optional=True)
+        config = read_config(raw, generation, str(file), family)
+    except ValueError as error:
+        raise ParameterError("model", f"{name} cannot be served: {error}. Code of a repository is never run") from error
+    is_int8 = uses_compressed_tensors(raw.get(CONFIG_FIELD)) or bool(modelslim_descriptions(directory))
+    if not (raw.get("torch_dtype") or raw.get("dtype")) and family is not None:
+        parameters = family.tensors(config).num_bytes(1)
+        config = replace(config, dtype="float32" if stored > 3 * parameters else "bfloat16")
+    return _Found(config, family, stored, is_int8)
+
+
+def _check_device(engine: EngineConfig, found: _Found, directory: Path) -> None:
+    """Refuses what the device cannot run, as the engine will."""
+    model = found.config if engine.dtype == "auto" else replace(found.config, dtype=engine.dtype)
+    has_int8 = found.is_int8 or engine.quantization is not None
+    find_device(engine.device).check_model(engine, model, directory, has_int8=has_int8)
+
+
+def _need(engine: EngineConfig, found: _Found) -> _Need:
+    model, tp = found.config, engine.tensor_parallel_size
+    dtype = model.dtype if engine.dtype == "auto" else engine.dtype
+    item, stored_item = (4 if name == "float32" else 2 for name in (dtype, model.dtype))
+    if found.is_int8:
+        weights = found.stored // tp
+    elif found.family is None:
+        weights = found.stored * item // stored_item
+    else:
+        tensors = found.family.tensors(model)
+        weights = tensors.num_bytes(item, tensors.int8_modules(engine.int8_layers()), tp)
+    positions = min(engine.max_model_len or DEFAULT_MODEL_LEN, model.max_position_embeddings)
+    pages = engine.kv_cache_memory or pages_for(positions) * page_bytes(model.kv_shape(tp), item)
+    is_w8a8 = found.is_int8 or engine.quantization is not None
+    step = _step_bytes(model, engine.batched_tokens(positions), item, tp)
+    return _Need(weights, pages, step, positions, f"{dtype} and int8" if is_w8a8 else dtype)
+
+
+def _step_bytes(model: ModelConfig, tokens: int, item: int, tp: int) -> int:
+    """Bytes of what a step holds beside weights and pages at most: of a layer the residual, its norm and what goes
+    into and out of the widest linear layers; and a piece of the logits with its statistics."""
+    sizes = sizes_of(model)
+    experts = model.experts
+    inner = sizes["inner"] if experts is None else experts.per_token * experts.inner + experts.shared_inner
+    layer = 4 * sizes["hidden"] + (2 * sizes["qkv_heads"] + 3 * inner) // tp
+    return tokens * layer * item + SCORED_ROWS * model.vocab_shard(tp) * (item + 8)
+
+
+def _free_memory(engine: EngineConfig) -> int:
+    """Bytes that each rank has. A device other than the CPU is asked by another process: this one may be that of an
+    HTTP server, which has no torch and holds nothing there.
+
+    Raises:
+        ParameterError: the device cannot be used.
+    """
+    device = find_device(engine.device)
+    if device.on_host:
+        return device.free_memory(engine.world_size)
+    asked = subprocess.run([sys.executable, "-c", _ASK_DEVICE, engine.device], capture_output=True, text=True)
+    if asked.returncode:
+        raise ParameterError(
+            "device", f"{engine.device} cannot be asked for its memory: {asked.stderr.strip().rpartition(chr(10))[2]}"
+        )
+    return int(asked.stdout.split()[-1])
+
+
+def _alternatives(engine: EngineConfig, found: _Found, directory: Path) -> Iterator[tuple[str, _Need]]:
+    """Other settings with which the model runs, and what it takes then, from the smallest change on."""
+    formats: list[Mapping[str, Any]] = [{}, {"dtype": "bfloat16"}]
+    if engine.quantization is None and not found.is_int8 and found.family is not None:
+        formats += [{"quantization": "w8a8"}, {"dtype": "bfloat16", "quantization": "w8a8"}]
+    sizes = [engine.tensor_parallel_size]
+    if not find_device(engine.device).on_host:  # ranks of a CPU share its memory
+        sizes += [size for size in found.config.tensor_parallel_sizes() if size > sizes[0]]
+    lengths = [engine.max_model_len]
+    if SHORT_MODEL_LEN < _need(engine, found).positions:
+        lengths.append(SHORT_MODEL_LEN)
+    for size, length, form in itertools.product(sizes, lengths, formats):
+        values = {**form, "tensor_parallel_size": size, "max_model_len": length}
+        changed = {name: value for name, value in values.items() if value != getattr(engine, name)}
+        try:
+            other = replace(engine, **changed)
+            _check_device(other, found, directory)
+        except ParameterError:  # the device or the graph mode does not run it
+            continue
+        yield " and ".join(f"{name} {value}" for name, value in changed.items()), _need(other, found)

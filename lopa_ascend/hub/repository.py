@@ -1,0 +1,256 @@
+"""One repository of the hub: what it has, what of it is here, and the download of the rest."""
+
+from __future__ import annotations
+
+import glob
+import shutil
+import sys
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, suppress
+from fnmatch import filter as matching
+from pathlib import Path
+
+from filelock import BaseFileLock, FileLock, Timeout
+from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # it is in no list of names
+
+from lopa_ascend.backend.memory import causes
+from lopa_ascend.config import ConfigError, ParameterError
+from lopa_ascend.config.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, SINGLE_FILE, read_json_object, shown
+from lopa_ascend.config.int8_files import DESCRIPTION, MODELSLIM_WEIGHTS
+from lopa_ascend.config.kinds import format_size
+from lopa_ascend.hub import Name
+
+FIRST = ("generation_config.json", DESCRIPTION, INDEX, f"{MODELSLIM_WEIGHTS}.index.json")
+"""Patterns of the files that say, with config.json, what is to be downloaded and whether it fits."""
+TEXTS = (
+    "config.json", *FIRST, "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json",
+    "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
+"""Patterns of all files beside the weights that are read of a model."""
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TIMEOUT = 10.0
+"""Seconds that the hub has to answer."""
+WORKERS = 2
+"""Files that are downloaded at a time. A file that is not finished when its process ends is downloaded anew, so on a
+slow line few at a time lose less."""
+
+_ERRORS: tuple[type[BaseException], ...] = (OSError, ValueError, *HfHubHTTPError.__bases__)
+"""What huggingface_hub raises: its own errors, which derive from those of its HTTP client, and the latter, which are
+others in each major version."""
+
+
+class Repository:
+    """What a name on the hub means at present: a commit, whose configuration is in ``directory`` from the beginning.
+
+    Attributes:
+        directory: of the commit, in the cache of huggingface_hub.
+        weight_bytes: of the weights, as the hub says; 0 if it does not.
+
+    Raises:
+        ParameterError: there is no such repository or revision, or it lacks a file; or the hub cannot be reached, and
+            the cache does not have all of it.
+    """
+
+    def __init__(self, name: Name):
+        self.name, self.weight_bytes = name, 0
+        self._folder = Path(constants.HF_HUB_CACHE, f"models--{name.repository.replace('/', '--')}")
+        self._api = HfApi(library_name="lopa_ascend")
+        self._sizes: dict[str, int] = {}
+        """By name of a file on the hub: its bytes, 0 if it does not say."""
+        self._wanted: list[str] = []
+        if constants.HF_HUB_OFFLINE:
+            self._take_cached("HF_HUB_OFFLINE is set")
+            return
+        try:
+            self._look()
+        except ParameterError:
+            raise
+        except _ERRORS as error:
+            answer = _answer(error)
+            if answer is not None and answer.response.status_code < 500 and answer.response.status_code != 429:
+                raise self._refusal(answer) from None
+            self._take_cached(_reason(error))
+
+    def __str__(self) -> str:
+        revision = self.name.revision
+        return self.name.repository + ("" if revision == "main" else f"@{revision}")
+
+    @property
+    def missing(self) -> list[str]:
+        """Files that are not in the cache."""
+        return [file for file in self._wanted if not (self.directory / file).exists()]
+
+    # ---- what there is ---------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Asks the hub for the files of the commit, and downloads those that say what it is."""
+        repository, revision = self.name.repository, self.name.revision
+        info = self._api.model_info(repository, revision=revision, files_metadata=True, timeout=TIMEOUT)
+        self._sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        config, hint = "config.json", "an adapter goes to --lora-path (lora)"
+        if self.name.param == "lora":
+            config, hint = ADAPTER_CONFIG, "expected a PEFT adapter"
+        if config not in self._sizes:
+            raise self._error(f"{self} has no {config}; {hint}")
+        # Under the name of the revision, so that the cache knows its commit when there is no network.
+        self.directory = Path(self._api.hf_hub_download(repository, config, revision=revision)).parent
+        texts = [config] if self.name.param == "lora" else _matching(self._sizes, TEXTS)
+        for file in _matching(texts, FIRST):
+            self._api.hf_hub_download(repository, file, revision=self.directory.name)
+        weights = self._weights(self._sizes)
+        if absent := [file for file in weights if file not in self._sizes]:
+            pickles = _matching(self._sizes, PICKLES)
+            never = f"; {pickles[0]} is never read, because a pickle can run code" if pickles else ""
+            raise self._error(f"{self} has no {shown(absent[0])}, expected weights in safetensors{never}")
+        self.weight_bytes = sum(self._sizes[file] for file in weights) or self._claimed_bytes()
+        self._wanted = [*texts, *weights]
+
+    def _weights(self, files: Collection[str]) -> list[str]:
+        """The files of the weights, as the loader finds them among these."""
+        if self.name.param == "lora":
+            return [ADAPTER_WEIGHTS]
+        if INDEX not in files or SINGLE_FILE in files:
+            return [SINGLE_FILE] if SINGLE_FILE in files else matching(files, MODELSLIM_WEIGHTS) or [SINGLE_FILE]
+        weight_map = self._index().get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise self._error(f"{self}: {INDEX} has no weight_map")
+        return sorted({*weight_map.values()})
+
+    def _index(self) -> dict[str, object]:
+        try:
+            return read_json_object(self.directory / INDEX, ConfigError, optional=True)
+        except ConfigError as error:
+            raise self._error(str(error)) from error
+
+    def _claimed_bytes(self) -> int:
+        """What the index says of the size of the weights, for a mirror that does not."""
+        match self._index():
+            case {"metadata": {"total_size": int(size)}}:
+                return size
+        return 0
+
+    def _take_cached(self, reason: str) -> None:
+        """Takes what the cache has of the revision, if it has all.
+
+        Raises:
+            ParameterError: it does not.
+        """
+        ref = self._folder / "refs" / self.name.revision
+        self.directory = self._folder / "snapshots" / (ref.read_text() if ref.is_file() else self.name.revision)
+        files = [file.name for file in self.directory.iterdir()] if self.directory.is_dir() else []
+        if files:
+            self._wanted = [ADAPTER_CONFIG if self.name.param == "lora" else "config.json", *self._weights(files)]
+        if not files or self.missing:
+            lacks = f"lacks {', '.join(self.missing[:3])}" if files else "is not there"
+            where = f"in the cache {constants.HF_HUB_CACHE}"
+            remedy = "start once with a network, or give a directory"
+            raise self._error(f"{reason}, and {where} {self} {lacks}; {remedy}") from None
+        if not constants.HF_HUB_OFFLINE:
+            _say(f"{self}: {reason}; taking commit {self.directory.name[:7]} from the cache")
+
+    # ---- the download ----------------------------------------------------------------------------------------------
+
+    def download(self, check: Callable[[Path, int], str] | None = None) -> None:
+        """Downloads what is missing. Of several processes of this machine one does, and the others wait.
+
+        Args:
+            check: gets the directory and ``weight_bytes`` first; raises ParameterError if that does not fit, or returns
+                what the user should know.
+
+        Raises:
+            ParameterError: there is no room on the disk, or the download broke off.
+        """
+        if not self.missing:
+            return
+        with self._lock():
+            if not (missing := self.missing):
+                return
+            self._remove_abandoned()
+            size = sum(self._sizes[file] for file in missing) or self.weight_bytes
+            free = shutil.disk_usage(self.directory).free
+            to = f"to {constants.HF_HUB_CACHE}, where {format_size(free)} are free"
+            _say(f"{self}: {format_size(size)} in {len(missing)} file{'s'[: len(missing) > 1]} to download {to}")
+            if check is not None:
+                _say(f"{self}: {check(self.directory, self.weight_bytes)}")
+            if size > free:
+                raise self._error(f"{self}: {format_size(size)} do not fit onto the disk; HF_HOME chooses another one")
+            weights = matching(missing, "*.safetensors")
+            for files in ([file for file in missing if file not in weights], weights):  # whoever has weights has all
+                self._download(files)
+
+    def _download(self, files: Collection[str]) -> None:
+        if not files:
+            return
+        patterns = [glob.escape(file) for file in files]
+        try:
+            self._api.snapshot_download(
+                self.name.repository, revision=self.directory.name, allow_patterns=patterns, max_workers=WORKERS
+            )
+        except _ERRORS as error:
+            if (answer := _answer(error)) is not None and answer.response.status_code < 500:
+                raise self._refusal(answer) from None
+            raise self._error(f"the download of {self} has broken off: {_reason(error)}; start again") from None
+
+    def _lock(self) -> AbstractContextManager[BaseFileLock]:
+        self._locks.mkdir(parents=True, exist_ok=True)
+        return WeakFileLock(self._locks / "lopa_ascend.lock")
+
+    @property
+    def _locks(self) -> Path:
+        """The folder where huggingface_hub has a lock for each file that is being downloaded."""
+        return Path(constants.HF_HUB_CACHE, ".locks", self._folder.name)
+
+    def _remove_abandoned(self) -> None:
+        """Removes parts of files whose download was killed: their names have a number that no other download takes."""
+        for part in (self._folder / "blobs").glob("*.????????.incomplete"):
+            with suppress(Timeout), FileLock(self._locks / f"{part.name.split('.')[0]}.lock", timeout=0):
+                part.unlink(missing_ok=True)
+
+    # ---- errors ----------------------------------------------------------------------------------------------------
+
+    def _error(self, message: str) -> ParameterError:
+        return ParameterError(self.name.param, message)
+
+    def _refusal(self, error: HfHubHTTPError) -> ParameterError:
+        """What an answer of the hub means for the user."""
+        page, status = f"{constants.ENDPOINT}/{self.name.repository}", error.response.status_code
+        if isinstance(error, GatedRepoError):
+            message = f"{self} is gated: accept its conditions on {page}, and set HF_TOKEN to a token of that account"
+        elif isinstance(error, RevisionNotFoundError):
+            message = f"{self.name.repository} has no revision {self.name.revision!r}; {page} shows which it has"
+        elif isinstance(error, RepositoryNotFoundError) or (status == 401 and get_token() is None):
+            message = (
+                f"{self} is no directory here, and no repository that {constants.ENDPOINT} shows you ({status}); look "
+                f"at {page}, and for a private one set HF_TOKEN"
+            )
+        elif status in (401, 403):
+            message = f"{page} is refused ({status}); check what the token in HF_TOKEN may read"
+        else:
+            message = f"{page} cannot be read ({status})"
+        return self._error(message)
+
+
+def _matching(files: Collection[str], patterns: Collection[str]) -> list[str]:
+    return [file for pattern in patterns for file in matching(files, pattern)]
+
+
+def _answer(error: BaseException) -> HfHubHTTPError | None:
+    """What the hub has answered, if that is the cause of an error."""
+    answers = (cause for cause in causes(error) if isinstance(cause, HfHubHTTPError) and cause.response is not None)
+    return next(answers, None)
+
+
+def _reason(error: BaseException) -> str:
+    """What could not be done, by the first cause of an error, in one line."""
+    *_, first = causes(error)
+    if isinstance(first, OSError) and first.filename is not None:
+        return f"{first.filename} cannot be written ({first.strerror}; HF_HOME names another folder)"
+    return f"{constants.ENDPOINT} cannot be reached ({(str(first) or type(first).__name__).splitlines()[0][:200]})"
+
+
+def _say(text: str) -> None:
+    if sys.stderr is not None:  # it was closed when Python started
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
