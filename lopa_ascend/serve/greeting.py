@@ -25,11 +25,10 @@ MAIN_PARAMETERS = (
 
 def make_greeting(client: EngineClient, config: ServeConfig, listener: socket.socket) -> str:
     """Model, ranks, memory, decoding, URL and an example request."""
-    host, port = listener.getsockname()[:2]
-    scheme = "http" if config.ssl_certfile is None else "https"
-    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    url, through = _address(config, listener)
     ready, params = client.ready, DecodingParams(**config.decoding)
     route, body = _example(client, config)
+    view = "a live view; " if config.ui else ""
     key = "" if config.api_key is None else ' -H "Authorization: Bearer $LOPA_API_KEY"'
     return (
         f"\nmodel     {config.served_model_name or ready.model_name}, max_model_len {ready.limits.max_model_len}, "
@@ -41,9 +40,18 @@ def make_greeting(client: EngineClient, config: ServeConfig, listener: socket.so
         f"{_blocks_line(config, params)}"
         f"{_sampling_line(config, params)}"
         f"{_graphs_line(config.engine, params)}"
-        f"serving   {url}  ({'a live view; ' if config.ui else ''}API documentation: {url}/docs)\n\n"
-        f"curl {url}{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"
+        f"serving   {config.uds or f'{url}  ({view}API documentation: {url}/docs)'}\n\n"
+        f"curl {through}{url}{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"
     )
+
+
+def _address(config: ServeConfig, listener: socket.socket) -> tuple[str, str]:
+    """The server's URL, and the option with which curl reaches it, with a space behind it; "" if none is needed."""
+    scheme = "http" if config.ssl_certfile is None else "https"
+    if config.uds is not None:
+        return f"{scheme}://localhost", f"--unix-socket {shlex.quote(config.uds)} "
+    host, port = listener.getsockname()[:2]
+    return (f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"), ""
 
 
 def _decoding_line(params: DecodingParams) -> str:
