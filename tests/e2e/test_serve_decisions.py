@@ -87,5 +87,6 @@ def test_a_wrong_state_is_named(server: ServerProcess):
         ({"state": "x", "questions": {}}, "questions"),
         ({"state": "word " * 5000, "questions": {"a": NOUL}}, "state"),
         ({"state": "x", "questions": {"a": NOUL}, "images": ["x"]}, "images"),
+        ({"input": "x", "questions": [{"type": "predicate", "instructions": "?"}]}, "input"),
     ):
         assert refused(server.http.post("/v1/decisions", json=body), 400)["param"] == param, body

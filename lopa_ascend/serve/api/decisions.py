@@ -18,14 +18,14 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 from lopa_ascend.config import ParameterError
 from lopa_ascend.config.files import shown
 from lopa_ascend.core import Request
-from lopa_ascend.serve.api.fields import REQUEST, ignoring
+from lopa_ascend.serve.api.fields import INSTEAD, REQUEST, ignoring
 from lopa_ascend.serve.api.logprobs import scored
 from lopa_ascend.serve.api.request import AnsweredRequest, Planner
 from lopa_ascend.serve.http.body import Body, unsupported
 from lopa_ascend.serve.http.encoding import Json, WholeWriter
 from lopa_ascend.types import GenerationOutput
 
-MAX_QUESTIONS = 256
+MAX_QUESTIONS = 64
 MAX_LEVELS = len(string.digits)
 MAX_OPTIONS = len(string.ascii_uppercase)
 KINDS = ("noul", "choice", "score")
@@ -152,6 +152,7 @@ class DecisionRequest(AnsweredRequest):
     """A state, and questions about it that do not see one another."""
 
     named_by_client = frozenset({"questions"})
+    instead = {**INSTEAD, "input": "send state, and questions by name"}
 
     state: Content = Field(description="What the questions are about, as text or JSON.")
     questions: dict[str, Question] = Field(

@@ -69,7 +69,7 @@ function offer(seesBehind) {
   if (given || !seesBehind) return;
   const prompt = "Dear Ms. Okafor,\n\nthank you for", suffix = ". It left our warehouse this morning.\n\nKind regards";
   const fills = CANVASES.includes(decoding === "lopa" ? base : decoding) ? {} : { decoding: "parallel" };
-  add(`Fill the gap: ${prompt} …${suffix}`, () => ask(prompt, { suffix, ...fills }));
+  add(`Fill the gap: ${prompt} ___${suffix}`, () => ask(prompt, { suffix, ...fills }));
 }
 
 function addSide(side, schema) {
@@ -131,7 +131,7 @@ async function ask(question, more = {}) {
   tell(null);
   $("examples").hidden = true;
   const isGap = "suffix" in more, asked = isGap ? ["a"] : shownSides(), isChat = server.hasTemplate && !isGap;
-  say("you", "You", isGap ? `${question} …${more.suffix}` : question);
+  say("you", "You", isGap ? `${question} ___${more.suffix}` : question);
   const before = messages;
   messages = isGap ? [] : [...messages, { role: "user", content: question }];
   $("question").value = "";
