@@ -167,11 +167,11 @@ async def _trace_http(trace: Trace) -> None:
     ready = await engine.receive()
     assert isinstance(ready, Ready)
     client = await EngineClient.connect(engine, ready, config, None)
-    listener = bind(config.host, config.port)
+    listener = bind(config)
     app = create_app([client], config.host)
     server = uvicorn.Server(_uvicorn(config, app))
     serving = asyncio.create_task(server.serve([listener]))
-    listen(listener, config.host, config.port)
+    listen(listener, config)
     port = listener.getsockname()[1]
     await asyncio.to_thread(_ask, port, "An earlier request", "text")
     await asyncio.to_thread(trace.run, lambda: _ask(port, PROMPT, "answer"))

@@ -15,8 +15,9 @@ from lopa_ascend.serve import diffusion
 from lopa_ascend.serve.api import answer, responses
 from lopa_ascend.serve.api.chat import ChatCompletion, ChatRequest
 from lopa_ascend.serve.api.completions import Completion, CompletionRequest
+from lopa_ascend.serve.api.decisions import DecisionRequest, Decisions
 from lopa_ascend.serve.api.infill import Infill, InfillRequest
-from lopa_ascend.serve.api.request import GenerationRequest
+from lopa_ascend.serve.api.request import AnsweredRequest, GenerationRequest
 from lopa_ascend.serve.api.responses import ResponseObject, ResponseRequest
 from lopa_ascend.serve.api.score import ScoreRequest, Scores
 from lopa_ascend.serve.diffusion import DiffusionChatRequest, DiffusionCompletionRequest
@@ -39,6 +40,7 @@ BODIES = (
     ResponseRequest,
     InfillRequest,
     ScoreRequest,
+    DecisionRequest,
     DiffusionCompletionRequest,
     DiffusionChatRequest,
     TokenizeRequest,
@@ -56,7 +58,8 @@ def create_app(clients: Sequence[EngineClient], address: str | None = None) -> F
 
     Args:
         clients: the engine of each model. How the first was started holds for HTTP too.
-        address: the numeric IP address at which the server listens; None: ``config.host`` is one.
+        address: the numeric IP address at which the server listens, or the path of its Unix socket; None:
+            ``config.host`` is such an address.
     """
     # /docs and /redoc load their scripts from this server: there may be no internet.
     config = clients[0].config
@@ -87,6 +90,9 @@ def _add_generation(app: FastAPI, endpoint: Endpoint) -> None:
         documented = {**errors(*statuses), 200: {"content": events(stream)}}
         return app.post(path, response_model=whole, responses=documented, openapi_extra=body_of(body))
 
+    def whole_route(path: str, body: type[AnsweredRequest], whole: type[BaseModel]) -> Decorator:
+        return app.post(path, response_model=whole, responses=errors(*statuses), openapi_extra=body_of(body))
+
     def diffusion_route(path: str, body: type[GenerationRequest]) -> Decorator:
         documented = {**errors(*statuses), 200: {"content": events(diffusion.EVENTS)}}
         return app.post(path, response_class=StreamingResponse, responses=documented, openapi_extra=body_of(body))
@@ -111,10 +117,16 @@ def _add_generation(app: FastAPI, endpoint: Endpoint) -> None:
         """A text with gaps, which are filled."""
         return await endpoint.answer(request, InfillRequest)
 
-    @app.post("/score", response_model=Scores, responses=errors(*statuses), openapi_extra=body_of(ScoreRequest))
+    @whole_route("/score", ScoreRequest, Scores)
     async def score(request: Request) -> Response:
         """How probable given texts are after a prompt, in one forward pass."""
         return await endpoint.answer(request, ScoreRequest)
+
+    @whole_route("/v1/systemone", DecisionRequest, Decisions)
+    @whole_route("/v1/decisions", DecisionRequest, Decisions)
+    async def decisions(request: Request) -> Response:
+        """How probable the answers to questions about a state are, in one forward pass for each question."""
+        return await endpoint.answer(request, DecisionRequest)
 
     @diffusion_route("/v1/diffusion/completions", DiffusionCompletionRequest)
     async def diffusion_completions(request: Request) -> Response:

@@ -259,6 +259,11 @@ def _check_replicas(given: Mapping[str, Any]) -> None:
 def _check_access(given: Mapping[str, Any]) -> None:
     if given.get("host") == "":
         raise ParameterError("host", "is empty; give 0.0.0.0 to listen on all addresses, or leave out the flag")
+    for name in ("host", "port", "replicas"):
+        if name in given and "uds" in given:
+            raise ParameterError("uds", f"takes the place of an address; leave {option(name)} out")
+    if given.get("uds") == "":
+        raise ParameterError("uds", "is empty; give the path of a socket, or leave out the flag")
     if given.get("api_key") == "":
         raise ParameterError("api_key", f"is empty; to serve without a key leave out the flag and {API_KEY}")
     if "ssl_certfile" in given and "ssl_keyfile" not in given:

@@ -138,6 +138,14 @@ class ServeConfig:
     )
     host: str = declare("127.0.0.1", AnyText(), "address to listen on", group=Section.SERVER, metavar="ADDRESS")
     port: int = declare(8000, Integer(0, 65535), "port to listen on; 0: a free one", group=Section.SERVER)
+    uds: str | None = declare(
+        None,
+        AnyText(),
+        "Unix socket to listen on in place of `host` and `port`; the umask says who may connect",
+        group=Section.SERVER,
+        metavar="PATH",
+        default_text="none",
+    )
     api_key: str | None = declare(
         None,
         AnyText(),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.config.files import shown
 from lopa_ascend.config.kinds import format_size
-from lopa_ascend.demo import DEMO_MODEL, EXAMPLES
+from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.families import ignored_sampling, recommendations
 from lopa_ascend.kv.pages import slots_for
 from lopa_ascend.serve.config import ServeConfig
@@ -21,15 +21,16 @@ MAIN_PARAMETERS = (
     "decoding", "num_branches", "block_size", "tau_add", "tau_act", "tau_conf", "max_new_tokens", "temperature",
 )  # fmt: skip
 """Decoding parameters that the greeting shows whatever their values; /server_info shows all."""
+QUESTION = "What is 12 + 30?"
+"""Short, as its answer is, from the bundled model and from others."""
 
 
 def make_greeting(client: EngineClient, config: ServeConfig, listener: socket.socket) -> str:
     """Model, ranks, memory, decoding, URL and an example request."""
-    host, port = listener.getsockname()[:2]
-    scheme = "http" if config.ssl_certfile is None else "https"
-    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    url, through = _address(config, listener)
     ready, params = client.ready, DecodingParams(**config.decoding)
-    route, body = _example(client, config)
+    route, body, place = _example(client)
+    view = "a live view; " if config.ui else ""
     key = "" if config.api_key is None else ' -H "Authorization: Bearer $LOPA_API_KEY"'
     return (
         f"\nmodel     {config.served_model_name or ready.model_name}, max_model_len {ready.limits.max_model_len}, "
@@ -41,9 +42,19 @@ def make_greeting(client: EngineClient, config: ServeConfig, listener: socket.so
         f"{_blocks_line(config, params)}"
         f"{_sampling_line(config, params)}"
         f"{_graphs_line(config.engine, params)}"
-        f"serving   {url}  ({'a live view; ' if config.ui else ''}API documentation: {url}/docs)\n\n"
-        f"curl {url}{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"
+        f"serving   {config.uds or f'{url}  ({view}API documentation: {url}/docs)'}\n"
+        f"example   the answer is in choices[0].{place}:\n\n"
+        f"curl {through}{url}{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"
     )
+
+
+def _address(config: ServeConfig, listener: socket.socket) -> tuple[str, str]:
+    """The server's URL, and the option with which curl reaches it, with a space behind it; "" if none is needed."""
+    scheme = "http" if config.ssl_certfile is None else "https"
+    if config.uds is not None:
+        return f"{scheme}://localhost", f"--unix-socket {shlex.quote(config.uds)} "
+    host, port = listener.getsockname()[:2]
+    return (f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"), ""
 
 
 def _decoding_line(params: DecodingParams) -> str:
@@ -130,14 +141,13 @@ def _memory_lines(engine: EngineConfig, ranks: Sequence[RankReport]) -> str:
     return "".join(f"{title:<10}{line}\n" for title, line in zip(titles, lines, strict=True))
 
 
-def _example(client: EngineClient, config: ServeConfig) -> tuple[str, dict[str, object]]:
-    """Route and body of a request that works."""
+def _example(client: EngineClient) -> tuple[str, dict[str, object], str]:
+    """Route and body of a request that works, and where its answer stands."""
     if client.prompts.tokenizer is None:
-        return "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 32}
-    question = EXAMPLES[0] if config.engine.model is None else "What is 12 + 30?"
-    messages = [{"role": "user", "content": question}]
+        return "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 32}, "text"
+    messages = [{"role": "user", "content": QUESTION}]
     try:
         client.prompts.encode_chat(messages)
     except ParameterError:
-        return "/v1/completions", {"prompt": question, "max_tokens": 64}
-    return "/v1/chat/completions", {"messages": messages}
+        return "/v1/completions", {"prompt": QUESTION, "max_tokens": 64}, "text"
+    return "/v1/chat/completions", {"messages": messages}, "message.content"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -10,7 +11,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -137,23 +138,32 @@ def serve(config: ServeConfig) -> int:
     """Serves until SIGINT or SIGTERM, or until the engine dies. Returns the exit status: 1 if it could not start or its
     engine died."""
     try:
-        listener = bind(config.host, config.port)  # before the model is loaded, so that a port in use shows at once
         check_tls(config)
         template = chat_template(config)
     except (ValueError, OSError) as error:
         return _refused(error)
-    return asyncio.run(_serve(config, template, listener))
+    return asyncio.run(_serve(config, template))
 
 
-async def _serve(config: ServeConfig, template: str | None, listener: socket.socket) -> int:
+async def _serve(config: ServeConfig, template: str | None) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL)
     interrupts = Interrupts()
+    try:
+        listener = bind(config)  # before the model is loaded, so that a port in use shows at once
+    except OSError as error:
+        return _refused(error)
+    with listener:
+        return await _serve_at(listener, config, template, interrupts)
+
+
+async def _serve_at(listener: socket.socket, config: ServeConfig, template: str | None, interrupts: Interrupts) -> int:
     starting = asyncio.create_task(_start(config, template, listener))
     interrupted = asyncio.create_task(interrupts.first.wait())
     await asyncio.wait({starting, interrupted}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
         await asyncio.wait({starting})
+        listener.close()
         os._exit(0)  # the event loop would wait for a thread that may be importing the tokenizer's libraries
     interrupted.cancel()
     try:
@@ -161,7 +171,7 @@ async def _serve(config: ServeConfig, template: str | None, listener: socket.soc
     except (EngineFailed, ValueError, OSError) as error:
         return _refused(error)
     try:
-        app = create_app([client], listener.getsockname()[0])
+        app = create_app([client], config.uds or listener.getsockname()[0])
         server = Server(_uvicorn(config, app), client, interrupts, config.shutdown_timeout, greeting)
         await server.serve(sockets=[listener])
         await app.state.intake.close()
@@ -181,7 +191,7 @@ async def _start(config: ServeConfig, template: str | None, listener: socket.soc
     try:
         check_defaults(config.decoding, client.prompts, client.ready.limits)
         greeting = await asyncio.to_thread(make_greeting, client, config, listener)
-        listen(listener, config.host, config.port)
+        listen(listener, config)
         return client, greeting
     except BaseException:
         await client.close()
@@ -205,23 +215,74 @@ def _refused(error: Exception) -> int:
     return 1
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket with this address, which another process can bind too until ``listen``.
+class UnixListener(socket.socket):
+    """A Unix socket, whose file it makes and removes. The file of a server that has ended is replaced.
+
+    Raises:
+        OSError: a server listens there, or the path cannot be used.
+    """
+
+    def __init__(self, path: str):
+        super().__init__(socket.AF_UNIX)
+        self._path, self._inode = Path(path), 0
+        try:
+            if self._path.is_socket() and not _is_listening(path):
+                self._path.unlink()
+            self.bind(path)
+        except OSError:
+            self.close()
+            raise
+        self._inode = self._path.stat().st_ino
+
+    @property
+    def has_file(self) -> bool:
+        """Whether the file is there, and no other server's."""
+        return self._path.exists() and self._path.stat().st_ino == self._inode
+
+    def listen(self, backlog: int = socket.SOMAXCONN, /) -> None:
+        if not self.has_file:
+            raise OSError(errno.EADDRINUSE, "another server has taken the path")
+        super().listen(backlog)
+
+    def close(self) -> None:
+        if self.has_file:
+            self._path.unlink()
+            self._inode = 0  # which the file of the next server may get
+        super().close()
+
+
+def _is_listening(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as caller, suppress(BlockingIOError):  # so many wait already
+        caller.setblocking(False)
+        try:
+            caller.connect(path)
+        except ConnectionRefusedError:
+            return False
+    return True
+
+
+def bind(config: ServeConfig) -> socket.socket:
+    """A socket with the server's address, which another process can bind too until ``listen``.
 
     Raises:
         OSError: the address cannot be used; the message names the flags.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    if config.uds is not None:
+        try:
+            return UnixListener(config.uds)
+        except OSError as error:
+            raise _address_error(config, error) from error
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        raise _address_error(host, port, error) from error
+        raise _address_error(config, error) from error
     return listener
 
 
-def listen(listener: socket.socket, host: str, port: int) -> None:
+def listen(listener: socket.socket, config: ServeConfig) -> None:
     """Lets clients connect. Called once the model is loaded: until then connections are refused.
 
     Raises:
@@ -230,11 +291,12 @@ def listen(listener: socket.socket, host: str, port: int) -> None:
     try:
         listener.listen()
     except OSError as error:
-        raise _address_error(host, port, error) from error
+        raise _address_error(config, error) from error
 
 
-def _address_error(host: str, port: int, error: OSError) -> OSError:
-    return OSError(f"--host {host} --port {port}: {error.strerror}")
+def _address_error(config: ServeConfig, error: OSError) -> OSError:
+    address = f"--host {config.host} --port {config.port}" if config.uds is None else f"--uds {config.uds}"
+    return OSError(f"{address}: {error.strerror or error}")
 
 
 def check_tls(config: ServeConfig) -> None:

@@ -49,7 +49,7 @@ class Lines:
 
 
 class ServerProcess:
-    """`python -m lopa_ascend.serve` on a free port."""
+    """`python -m lopa_ascend.serve` on a free port, or on a Unix socket."""
 
     def __init__(
         self,
@@ -62,7 +62,8 @@ class ServerProcess:
     ):
         # Not OpenMP's default threads: a busy machine would make every step slow.
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
-        command = (*prefix, *command, "--port", "0", *arguments)
+        address = () if "--uds" in arguments else ("--port", "0")
+        command = (*prefix, *command, *address, *arguments)
         self.process = subprocess.Popen(
             command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -85,7 +86,10 @@ class ServerProcess:
         else:
             raise AssertionError(f"the server did not start:\n{self.stderr.all()}")
         self.url = self.greeting.partition("serving   ")[2].split()[0]
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        transport = httpx.HTTPTransport(uds=self.url) if self.url.startswith("/") else None
+        self.http = httpx.Client(
+            base_url="http://any.example" if transport else self.url, transport=transport, timeout=60
+        )
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     @property

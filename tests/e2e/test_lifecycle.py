@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import ssl
@@ -371,6 +372,33 @@ def test_a_server_whose_output_cannot_be_written_goes_on(model_dir: Path):
 def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_unix_socket_is_the_servers_alone_and_goes_with_it(model_dir: Path, tmp_path: Path):
+    path = tmp_path / "lopa.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    flags = ("--model", str(model_dir), "--uds", str(path))
+    with running(*flags, "--api-key", "secret", prefix=("sh", "-c", 'umask 077 && exec "$@"', "sh")) as server:
+        assert (server.url, path.stat().st_mode & 0o777) == (str(path), 0o700)
+        assert server.http.get("/v1/models").status_code == 401
+        command = shlex.split(server.greeting.splitlines()[-1].replace("$LOPA_API_KEY", "secret"))
+        answer = subprocess.run([*command, "--silent"], capture_output=True, check=True, text=True).stdout
+        assert "choices" in json.loads(answer)
+        with running(*flags, wait=False) as other:
+            assert other.process.wait(timeout=60) == 1
+            assert other.stderr.all() == f"error: --uds {path}: Address already in use\n"
+        assert server.stop(signal.SIGTERM)[0] == 0
+    assert not path.exists()
+    path.write_text("kept")
+    with running(*flags, wait=False) as server:
+        assert server.process.wait(timeout=60) == 1
+    assert path.read_text() == "kept"
+    path.unlink()
+    with running(*flags, wait=False) as server:
+        until(path.exists, 60)
+        assert server.stop(signal.SIGTERM)[0] == 0
+    assert not path.exists()
 
 
 def test_tls_and_a_chat_template_of_ones_own(model_dir: Path, tmp_path: Path):

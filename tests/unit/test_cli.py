@@ -324,6 +324,22 @@ def test_help_breaks_no_flag_name(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--host", "::1"], "argument --uds: takes the place of an address; leave --host out"),
+        (["--port", "0"], "leave --port out"),
+        (["--replicas", "2"], "leave --replicas out"),
+        (["--uds", ""], "argument --uds: is empty"),
+    ],
+)
+def test_a_unix_socket_goes_with_no_address_and_no_replicas(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert parse_args(["--uds", "a.sock"]).uds == "a.sock"
+    assert message in refusal(capsys, "--uds", "a.sock", *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
         (["--max-replicas", "2"], "argument --max-replicas: needs --replicas"),
         (["--replicas", "3", "--max-replicas", "2"], "argument --max-replicas: is 2, which is less than --replicas 3"),
         (["--replicas", "0"], "argument --replicas: must be an integer from 1 to 4096"),

@@ -256,7 +256,6 @@ def test_an_answer_can_be_sent_back_as_clients_keep_it(field: str, answer: list[
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 chat: Any = partial(dict, messages=HISTORY)
 REFUSED: dict[str, tuple[type[Body], dict[str, Any], str, str]] = {
-    "tools": (ChatRequest, chat(tools=[{"type": "custom"}]), "tools[0].type", "describe it as a function"),
     "functions": (ChatRequest, chat(functions=[{"name": "f"}]), "functions", "send tools"),
     "format": (ChatRequest, chat(response_format={"type": "xml"}), "response_format.type", "'json_schema'"),
     "pattern": (ChatRequest, chat(guided_whitespace_pattern=" "), "guided_whitespace_pattern", "send a regex"),

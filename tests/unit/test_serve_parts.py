@@ -5,6 +5,7 @@ import json
 import logging
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,7 +236,7 @@ def test_a_server_for_this_machine_answers_its_own_names_alone():
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "127.1", "LOCALHOST"])
 def test_any_form_of_a_loopback_address_is_for_this_machine_alone(host: str):
-    with bind(host, 0) as listener:
+    with bind(ServeConfig(host=host, port=0)) as listener:
         address = listener.getsockname()[0]
     hosts = hosts_of(ServeConfig(host=host), address)
     assert hosts is not None
@@ -247,19 +248,32 @@ def test_an_address_that_cannot_be_used_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(OSError, match=f"--host 127.0.0.1 --port {port}: Address already in use"):
-            bind("127.0.0.1", port)
+            bind(ServeConfig(port=port))
     with pytest.raises(OSError, match="--host nowhere.invalid --port 80: "):
-        bind("nowhere.invalid", 80)
+        bind(ServeConfig(host="nowhere.invalid", port=80))
 
 
 def test_of_two_servers_that_start_at_one_address_the_later_one_is_refused():
     """Until one of them listens, the address is free for both."""
-    with bind("127.0.0.1", 0) as one:
-        port = one.getsockname()[1]
-        with bind("127.0.0.1", port) as other:
-            listen(one, "127.0.0.1", port)
-            with pytest.raises(OSError, match=f"--host 127.0.0.1 --port {port}: Address already in use"):
-                listen(other, "127.0.0.1", port)
+    with bind(ServeConfig(port=0)) as one:
+        config = ServeConfig(port=one.getsockname()[1])
+        with bind(config) as other:
+            listen(one, config)
+            with pytest.raises(OSError, match=f"--host 127.0.0.1 --port {config.port}: Address already in use"):
+                listen(other, config)
+
+
+def test_of_two_servers_that_start_at_one_path_the_earlier_one_is_refused(tmp_path: Path):
+    config = ServeConfig(uds=str(tmp_path / "socket"))
+    with bind(config) as earlier:
+        later = bind(config)
+        with pytest.raises(OSError, match=f"--uds {config.uds}: another server has taken the path"):
+            listen(earlier, config)
+    listen(later, config)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(config.uds))
+    later.close()
+    assert not any(tmp_path.iterdir())
 
 
 def test_our_own_failures_are_answered_and_logged(caplog: pytest.LogCaptureFixture):

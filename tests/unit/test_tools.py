@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lopa_ascend.serve.api.completions import CompletionRequest
 from lopa_ascend.serve.api.request import GenerationRequest, Planner
 from lopa_ascend.serve.api.responses import ResponseRequest
 from lopa_ascend.serve.api.score import ScoreRequest
+from lopa_ascend.serve.api.tools import warn_once
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import read_body
 from lopa_ascend.serve.http.encoding import pieces
@@ -157,7 +159,7 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
-def test_tools_of_other_kinds_are_left_out_beside_functions() -> None:
+def test_tools_of_other_kinds_are_left_out() -> None:
     for kind in OTHERS:
         assert shown(chat(tools=[kind, *TOOLS])) == shown(chat(tools=TOOLS))
         request = asked(ResponseRequest, input="hello", tools=[kind, *FLAT], max_output_tokens=64)
@@ -166,7 +168,9 @@ def test_tools_of_other_kinds_are_left_out_beside_functions() -> None:
         assert writer.whole([output_of("x")])["tools"][0] == kind
     found, _ = refusal(lambda: chat(tools=[OTHERS[0], *tool(parameters={"type": "array"})]))
     assert found == "tools[3].function.parameters"
-    assert refusal(lambda: chat(tools=OTHERS))[0] == "tools[0].type"
+    assert shown(chat(tools=OTHERS)) == shown(chat())
+    alone = chat(tools=OTHERS, tool_choice="required")
+    assert refusal(lambda: alone.plan(PLANNER))[0] == "tool_choice"
 
 
 def allowed(mode: str, *names: str) -> tuple[Any, Any]:
@@ -517,6 +521,31 @@ def test_calls_of_a_response(
     assert [item.to_dict() | {"id": "", "call_id": ""} for item in alone.output] == [
         item.to_dict() | {"id": "", "call_id": ""} for item in final.output
     ]
+
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_requests.json").read_text())["codex"]
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published["source"])
+def test_requests_of_codex_are_answered_with_calls(published: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    body = published["body"]
+    request, tools = read_body(ResponseRequest, json.dumps(body).encode()), body.get("tools", ())
+    assert [*request.callable.callable()] == [tool["name"] for tool in tools if tool["type"] == "function"]
+    prompt, last = shown(request), body["input"][-1]
+    for other in (*tools, *body["input"]):
+        if other["type"] in ("custom", "namespace", "tool_search", "web_search", "additional_tools", "web_search_call"):
+            assert other["type"] in caplog.text
+    assert (last.get("output") or last["content"][0]["text"]) in prompt
+    for item in body["input"]:
+        if item["type"] in ("custom_tool_call", "local_shell_call"):
+            assert json.dumps(item.get("action") or {"input": item["input"]}) in prompt
+    text = '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "ls"}}\n</tool_call>'
+    events = [EVENT.validate_python(event, strict=True) for event in streamed(request, text, [20, 50])]
+    (done,) = [event.item for event in events if event.type == "response.output_item.done"]
+    if tools:
+        assert (done.type, done.name, json.loads(done.arguments)) == ("function_call", "exec_command", {"cmd": "ls"})
+    assert (events[-1].type, events[-1].response.usage.output_tokens) == ("response.completed", 2)
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def press(page: Any, *keys: str) -> str:
 def test_a_newcomer_asks_an_example_and_sees_passes_above_settings(demo: ServerProcess, pages: Pages):
     page = pages(demo.url, viewport={"width": 390, "height": 844})
     page.wait_for_selector("#send:enabled")
-    assert texts(page, "#examples button") == list(EXAMPLES)
+    assert texts(page, "#examples button") == [*EXAMPLES, f"With two settings: {EXAMPLES[0]}"]
     page.click("#examples button >> nth=2")
     finished(page)
     assert texts(page, "#log .you span") == [EXAMPLES[2]]
@@ -89,6 +89,28 @@ def test_a_newcomer_asks_an_example_and_sees_passes_above_settings(demo: ServerP
     assert tops == sorted(tops)
     page.click("#new")
     assert page.is_visible("#examples")
+
+
+def test_a_newcomer_with_another_model_tries_each_example(model_dir: Path, pages: Pages):
+    with running("--model", str(model_dir), "--max-new-tokens", "24", "--tau-conf", "0.1") as server:
+        page = pages(server.url)
+        page.wait_for_selector("#send:enabled")
+        labels = texts(page, "#examples button")
+        assert [label.partition(":")[0] for label in labels[1:]] == ["With two settings", "As JSON", "Fill the gap"]
+        sent = []
+        for number in (3, 2, 0, 1):  # the comparison last: it stays
+            with page.expect_request("**/v1/diffusion/**") as request:
+                page.click(f"#examples button >> nth={number}")
+            finished(page)
+            assert page.is_hidden("#problem"), page.inner_text("#problem")
+            sent.append((request.value.url.removeprefix(server.url), request.value.post_data_json))
+            page.click("#new")
+        (gap_route, gap), (_, form), (_, chat), (route, _) = sent
+        assert (gap_route, gap["decoding"], gap["suffix"][:3]) == ("/v1/diffusion/completions", "parallel", ". I")
+        assert form["structured_outputs"]["json"]["required"] == ["city", "country"]
+        assert chat == {"messages": [{"role": "user", "content": labels[0]}]}
+        assert route == "/v1/diffusion/chat/completions"
+        assert texts(page, ".panel h2") == ["A: d2f", "B: lopa"]
 
 
 def test_a_conversation_of_two_questions(demo: ServerProcess, pages: Pages):

@@ -83,6 +83,7 @@ IGNORED = (
     Ignored("parsed_arguments", CALLED, Any, "The arguments, as the client has parsed them."),
     Ignored("id", CALL_ITEM, str, _LABEL),
     Ignored("status", CALL_ITEM, Literal["in_progress", "completed", "incomplete"], "How an earlier call ended."),
+    Ignored("namespace", CALL_ITEM, str, "Functions are known by their names."),
     Ignored("parsed_arguments", CALL_ITEM, Any, "The arguments, as the client has parsed them."),
     Ignored("id", REASONING_ITEM, str, _LABEL),
     Ignored("status", REASONING_ITEM, str, "How an earlier answer ended."),

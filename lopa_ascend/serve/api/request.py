@@ -26,7 +26,7 @@ from lopa_ascend.core import Request
 from lopa_ascend.serve.api.decoding_fields import with_decoding_parameters
 from lopa_ascend.serve.api.fields import HARMLESS, INSTEAD, REQUEST, STREAM_OPTIONS, ignoring
 from lopa_ascend.serve.api.structured import AskedForm, asked_form, calling_form, placed
-from lopa_ascend.serve.api.tools import Tools, check_kinds
+from lopa_ascend.serve.api.tools import Tools, note_others
 from lopa_ascend.serve.http.body import Body
 from lopa_ascend.serve.http.encoding import Json, Writer
 from lopa_ascend.text.gaps import Gap, Piece, gapped_text
@@ -116,12 +116,12 @@ class GenerationRequest(AnsweredRequest):
 
 
 def tidy_tools(values: dict[str, Any]) -> None:
-    """Removes the list of tools if no tool may be called, as it changes nothing then. Refuses one without functions."""
+    """Removes the list of tools if no tool may be called, as it changes nothing then."""
     if isinstance(tools := values.get("tools"), list):
         if values.get("tool_choice") == "none":
             del values["tools"]
         else:
-            check_kinds(tools)
+            note_others(tools)
 
 
 # ---- planning --------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Planner:
         if tools.is_forced and not self.prompts.knows_tools:
             shown = []  # the grammar has the functions
         try:
-            prompt = self.prompts.encode_chat(messages, shown, {**self._hints(effort), **(variables or {})})
+            prompt = self.prompts.encode_chat(messages, shown, {**self.hints(effort), **(variables or {})})
         except ParameterError as error:
             raise error.renamed({"prompt": field, "messages": field}) from None
         if tools.is_forced or (form is not None and tools.functions):
@@ -182,7 +182,7 @@ class Planner:
             form = calling_form(tools, form)
         return self.choices(request, [prompt], field, form=form, with_logprobs=with_logprobs)
 
-    def _hints(self, effort: str | None) -> Json:
+    def hints(self, effort: str | None) -> Json:
         """The variables that ``reasoning_effort`` stands for, as far as the chat template reads them."""
         hints: Json = {} if effort is None else {"reasoning_effort": effort}
         if effort == "none":
@@ -297,7 +297,7 @@ class Planner:
             raise error.renamed(dict.fromkeys(("gaps", "max_new_tokens"), rest_field)) from None
         return params, gapped
 
-    def scored(self, prompt: Sequence[int], texts: Sequence[str], field: FieldPath) -> Request:
+    def scored(self, prompt: Sequence[int], texts: Sequence[str | Sequence[int]], field: FieldPath) -> Request:
         """What asks how probable texts, which came in the field ``field``, are after a prompt."""
         continuations = [tuple(self.encode(text, (*field, index))) for index, text in enumerate(texts)]
         if (total := sum(map(len, continuations))) > MAX_SCORED:

@@ -7,12 +7,13 @@ call.
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from lopa_ascend.config.files import shown
 from lopa_ascend.core import Request
@@ -40,6 +41,8 @@ from lopa_ascend.serve.api.tools import (
     ResponseTool,
     Tools,
     response_tools,
+    template_call,
+    warn_once,
 )
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body, unsupported
@@ -84,10 +87,32 @@ class ReasoningItem(Body):
 
 
 @ignoring(CALL_ITEM)
+class OtherCallItem(Body):
+    """A call of no function, in an earlier response of another server."""
+
+    type: Literal["custom_tool_call", "local_shell_call"]
+    call_id: str
+    name: str = "local_shell"
+    input: str | None = None
+    action: dict[str, Any] | None = None
+
+    def as_template_input(self) -> Json:
+        return template_call(self.call_id, self.name, json.dumps(self.action or {"input": self.input}))
+
+
+class OtherItem(Body):
+    """What Codex and other servers add to a conversation, and this model can make nothing of."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["additional_tools", "web_search_call"] = Field(description="Left out, with a warning in the log.")
+
+
+@ignoring(CALL_ITEM)
 class CallOutputItem(Body):
     """The result of a call."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
     call_id: str
     output: Content
     name: str | None = Field(None, description=WITHOUT_EFFECT)
@@ -106,6 +131,12 @@ ITEMS = {
     "message": Message,
     "function_call": CallItem,
     "function_call_output": CallOutputItem,
+    "custom_tool_call": OtherCallItem,
+    "custom_tool_call_output": CallOutputItem,
+    "local_shell_call": OtherCallItem,
+    "local_shell_call_output": CallOutputItem,
+    "additional_tools": OtherItem,
+    "web_search_call": OtherItem,
     "reasoning": ReasoningItem,
 }
 
@@ -113,7 +144,7 @@ ITEMS = {
 def _kind_of(item: Any) -> str:
     """The tag of an item's type, in the form in which locations of errors leave it out."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return f"[{kind or 'message'}]"
+    return f"[{ITEMS[kind or 'message'].__name__}]"
 
 
 def _check_item(item: object) -> object:
@@ -134,10 +165,12 @@ def _check_input(value: object) -> object:
 
 
 AnyItem = (
-    Annotated[Message, Tag("[message]")]
-    | Annotated[CallItem, Tag("[function_call]")]
-    | Annotated[CallOutputItem, Tag("[function_call_output]")]
-    | Annotated[ReasoningItem, Tag("[reasoning]")]
+    Annotated[Message, Tag("[Message]")]
+    | Annotated[CallItem, Tag("[CallItem]")]
+    | Annotated[CallOutputItem, Tag("[CallOutputItem]")]
+    | Annotated[OtherCallItem, Tag("[OtherCallItem]")]
+    | Annotated[OtherItem, Tag("[OtherItem]")]
+    | Annotated[ReasoningItem, Tag("[ReasoningItem]")]
 )
 Item = Annotated[Annotated[AnyItem, Discriminator(_kind_of)], BeforeValidator(_check_item)]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -154,6 +187,7 @@ class Reasoning(Body):
     effort: str | None = Field(default=None, description=EFFORT)
     summary: str | None = Field(default=None, description=f"{WITHOUT_EFFECT} Reasoning is shown whole.")
     generate_summary: str | None = Field(default=None, description=WITHOUT_EFFECT)
+    context: str | None = Field(default=None, description=WITHOUT_EFFECT)
 
 
 # ---- the request -----------------------------------------------------------------------------------------------------
@@ -238,7 +272,10 @@ class ResponseRequest(GenerationRequest):
                 if item.content:
                     reasoning = {"reasoning_content": "\n".join(part.text for part in item.content)}
                 continue
-            if isinstance(item, CallItem):
+            if isinstance(item, OtherItem):
+                warn_once(item.type)
+                continue
+            if isinstance(item, CallItem | OtherCallItem):
                 if not messages or messages[-1]["role"] != "assistant" or reasoning:
                     messages.append({"role": "assistant", "content": "", **reasoning})
                 messages[-1].setdefault("tool_calls", []).append(item.as_template_input())

@@ -17,8 +17,8 @@ from lopa_ascend.serve.api.chat import Message
 from lopa_ascend.serve.api.fields import REQUEST, ignoring
 from lopa_ascend.serve.api.logprobs import scored
 from lopa_ascend.serve.api.request import MAX_MESSAGES, AnsweredRequest, Planner
-from lopa_ascend.serve.http.encoding import Json, Writer
-from lopa_ascend.types import GenerationOutput, Progress, Update
+from lopa_ascend.serve.http.encoding import Json, WholeWriter
+from lopa_ascend.types import GenerationOutput
 
 MAX_TEXTS = 1024
 """Most texts of a request."""
@@ -88,7 +88,7 @@ class Scores(BaseModel):
     usage: ScoreUsage
 
 
-class ScoreWriter(Writer):
+class ScoreWriter(WholeWriter):
     """Writes the scores of one request.
 
     Args:
@@ -117,12 +117,6 @@ class ScoreWriter(Writer):
             "data": [_score(index, score) for index, score in enumerate(found)],
             "usage": usage,
         }
-
-    def opening(self) -> list[Json]:
-        raise NotImplementedError("scores are not streamed")
-
-    def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
-        raise NotImplementedError("scores are not streamed")
 
 
 def _score(index: int, score: dict[str, Any]) -> Json:

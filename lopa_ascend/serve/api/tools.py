@@ -90,11 +90,11 @@ class ResponseTool(Function):
 
 
 class OtherTool(Body):
-    """A tool that is no function. The model can call none, so it is not told of it."""
+    """A tool that is no function, as Codex and others always send. The model can call none, so it is not told of it."""
 
     model_config = ConfigDict(extra="allow")
 
-    type: str = Field(description="Left out if there are functions besides; otherwise refused.")
+    type: str = Field(description="Left out, with a warning in the log.")
 
 
 def _kind_of_tool(tool: Any) -> str:
@@ -108,20 +108,16 @@ AnyChatTool = Annotated[Annotated[ChatTool, Tag("[function]")] | Other, Discrimi
 AnyResponseTool = Annotated[Annotated[ResponseTool, Tag("[function]")] | Other, Discriminator(_kind_of_tool)]
 
 
-def check_kinds(tools: Sequence[Any]) -> None:
-    """Refuses tools of which none is a function. Others are left out beside functions, with a note in the log: clients
-    such as Codex send them always, and work without them."""
-    others = [tool["type"] for tool in tools if isinstance(tool, dict) and tool.get("type") not in (None, "function")]
-    if others and len(others) == len(tools):
-        _refuse_type("tools[0].type", others[0])
-    for kind in others:
-        _note_left_out(shown(kind))
+def note_others(tools: Sequence[Any]) -> None:
+    """Warns of tools that are no functions."""
+    others = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") not in (None, "function")]
+    if others:
+        warn_once(", ".join(shown(f"{tool['type']} {tool.get('name', '')}".strip()) for tool in others))
 
 
 @lru_cache(maxsize=32)
-def _note_left_out(kind: str) -> None:
-    """Once for each kind."""
-    logger.info("tools of the type %s are left out of requests: this server has functions alone", kind)
+def warn_once(names: str) -> None:
+    logger.warning("left out of requests, of which the model is told functions alone: %s", names)
 
 
 def _refuse_type(field: str, kind: object) -> None:

@@ -185,14 +185,16 @@ def hosts_of(config: ServeConfig, address: str) -> frozenset[str] | None:
     """The names that the header Host of a request may have, in lower case; None for any.
 
     They are checked only where nothing else keeps strangers out: on a server that listens on this machine alone and has
-    no key.
+    no key. No web page can reach a Unix socket.
 
     Args:
         config: how the server was started.
         address: the numeric IP address at which the server listens. ``config.host`` may be a name, or a short form such
             as 127.1.
     """
-    if config.api_key is not None or not _is_loopback(address) or "*" in config.allowed_origins:
+    if config.uds is not None or config.api_key is not None or "*" in config.allowed_origins:
+        return None
+    if not _is_loopback(address):
         return None
     of_origins = {host for origin in config.allowed_origins if (host := urlsplit(origin).hostname)}
     named = {address, config.host.lower(), *of_origins}

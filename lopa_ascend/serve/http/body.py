@@ -59,6 +59,8 @@ class Body(BaseModel):
     )
     harmless: ClassVar[HarmlessValues] = {}
     """These fields are dropped if they change nothing, and refused otherwise."""
+    named_by_client: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are objects whose names the client chooses."""
     instead: ClassVar[Mapping[str, str]] = {}
     """By name of a field that is refused: what to do instead."""
 
@@ -266,6 +268,7 @@ def _explain(error: ErrorDetails, model: type[Body]) -> ApiError:
     # and ends with an unknown one.
     location = error["loc"]
     fields = {0, len(location) - 1} if error["type"] == "extra_forbidden" else {0}
+    fields |= {1} if model.named_by_client.intersection(location[:1]) else set()
     path = [part for place, part in enumerate(location) if place in fields or not _is_type_name(part)]
     if error["type"] == "unsupported":
         path.append(error["ctx"]["name"])

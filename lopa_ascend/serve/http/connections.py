@@ -32,6 +32,8 @@ HEADER_FRAMING = len(": \r\n")
 UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 SPARE_CONNECTIONS = 1024
 """Connections beside those of the requests that may wait."""
+MAX_WARNINGS = 1000
+"""Most warnings that are remembered."""
 WARNING_INTERVAL = 60.0
 """Least seconds between two log lines that say the same."""
 
@@ -179,5 +181,7 @@ class RareWarnings(logging.Filter):
             return True
         is_due = now - self._last.get(text, -WARNING_INTERVAL) >= WARNING_INTERVAL
         if is_due:
+            if len(self._last) == MAX_WARNINGS:  # clients' words can be in them
+                self._last.clear()
             self._last[text] = now
         return is_due

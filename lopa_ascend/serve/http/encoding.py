@@ -95,3 +95,13 @@ class Writer(ABC):
     def frame(self, event: Json) -> bytes:
         """An event as it is sent."""
         return b"data: " + as_line(event) + b"\n\n"
+
+
+class WholeWriter(Writer):
+    """Writes answers that are never streamed."""
+
+    def opening(self) -> list[Json]:
+        raise NotImplementedError("such answers are not streamed")
+
+    def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
+        raise NotImplementedError("such answers are not streamed")

@@ -23,7 +23,7 @@ OBJECT_STORE = 2**28
 def run(config: ServeConfig) -> int:
     """Serves until SIGINT or SIGTERM. Returns the exit status: 1 if it could not start."""
     try:
-        listener = bind(config.host, config.port)  # before anything is started, so that a port in use shows at once
+        listener = bind(config)  # before anything is started, so that a port in use shows at once
         check_tls(config)
         _connect()
         nodes = node_resources(config.engine.device)

@@ -11,6 +11,8 @@ const FIELDS = {
   max_new_tokens: "most tokens", temperature: "temperature",
 };
 const PRESETS = { a: "d2f", b: "lopa" }; // what a comparison begins with
+const FORM = { type: "object", properties: { city: { type: "string" }, country: { type: "string" } }, required: ["city", "country"] };
+const CANVASES = ["parallel", "vanilla", "fast_dllm"]; // decodings that see what is behind a gap
 const $ = (id) => document.getElementById(id);
 
 const sides = {}; // by "a" and "b": {fieldset, inputs}
@@ -19,6 +21,7 @@ let server = null; // what the server says of itself: {defaults, hasTemplate}
 let messages = []; // the conversation
 let runs = [];
 let stopping = null; // the running request's AbortController
+const tries = new Map(); // by button of an example: what it does, other than to ask its text
 
 function tell(problem) {
   if (problem && !(problem instanceof Problem)) console.error(problem);
@@ -35,14 +38,38 @@ async function connect() {
   const orNone = (problem) => (problem.status === 404 ? null : Promise.reject(problem));
   const asked = [load("server_info"), load("openapi.json"), load("tokenizer_info").catch(orNone)];
   const [info, { components }, tokenizer] = await Promise.all(asked);
+  const isFirst = !server;
   server = { defaults: info.decoding, hasTemplate: Boolean(tokenizer?.chat_template) };
   $("model").textContent = document.title = info.model;
   const schema = components.schemas.DiffusionChatRequest.properties;
   for (const side of Object.keys(PRESETS)) if (!sides[side]) addSide(side, schema);
   readLink();
+  if (isFirst && tokenizer) offer(info.limits.properties.attention === "full");
   $("send").disabled = !tokenizer;
   if (!tokenizer) tell(new Problem("The model has no tokenizer, so this page cannot ask it; open a trace file instead."));
   else if (!server.hasTemplate) $("status").textContent = "The model has no chat template: it continues your text, and each text is by itself.";
+}
+
+// Adds what can be tried with any model to what the page has for the bundled one, which knows word problems alone.
+function offer(seesBehind) {
+  const add = (label, run) => {
+    const button = element("button", { type: "button", textContent: label });
+    $("examples").append(button);
+    if (run) tries.set(button, run);
+  };
+  const given = $("examples").firstChild?.textContent, { decoding, base } = server.defaults;
+  const question = given ?? (server.hasTemplate ? "Why is the sky blue? Answer in one sentence." : "The sky is blue because");
+  if (!given) add(question);
+  add(`With two settings: ${question}`, () => {
+    if (!$("compare").checked) $("compare").click();
+    ask(question);
+  });
+  const inForm = "Name a city and its country.";
+  if (!given && decoding !== "vanilla") add(`As JSON: ${inForm}`, () => ask(inForm, { structured_outputs: { json: FORM } }));
+  if (given || !seesBehind) return;
+  const prompt = "Dear Ms. Okafor,\n\nthank you for", suffix = ". It left our warehouse this morning.\n\nKind regards";
+  const fills = CANVASES.includes(decoding === "lopa" ? base : decoding) ? {} : { decoding: "parallel" };
+  add(`Fill the gap: ${prompt} ___${suffix}`, () => ask(prompt, { suffix, ...fills }));
 }
 
 function addSide(side, schema) {
@@ -100,19 +127,20 @@ function fieldsOf(side) {
 
 // ---- asking
 
-async function ask(question) {
+async function ask(question, more = {}) {
   tell(null);
   $("examples").hidden = true;
-  const asked = shownSides(), isChat = server.hasTemplate;
-  say("you", "You", question);
-  messages.push({ role: "user", content: question });
+  const isGap = "suffix" in more, asked = isGap ? ["a"] : shownSides(), isChat = server.hasTemplate && !isGap;
+  say("you", "You", isGap ? `${question} ___${more.suffix}` : question);
+  const before = messages;
+  messages = isGap ? [] : [...messages, { role: "user", content: question }];
   $("question").value = "";
   runs = [];
   busy(true);
   const answers = [];
   for (const side of asked) {
-    const fields = fieldsOf(side);
-    const label = labelOf(fields) || "the server's defaults";
+    const own = fieldsOf(side), fields = { ...own, ...more };
+    const label = labelOf(own) || "the server's defaults";
     const run = new Run(asked.length > 1 ? `${side.toUpperCase()}: ${label}` : label);
     runs.push(run);
     showRuns();
@@ -122,10 +150,10 @@ async function ask(question) {
   busy(false);
   if (!runs[0].text || runs[0].problem) {
     // The question was not answered: it is ready to be asked again, and no part of the conversation.
-    messages.pop();
+    messages = before;
     $("question").value ||= question;
   } else {
-    messages.push({ role: "assistant", content: runs[0].text }); // of a comparison, A's answer goes on
+    messages = isGap ? before : [...messages, { role: "assistant", content: runs[0].text }]; // of a comparison, A's answer goes on
   }
   settle();
   if (runs.length > 1 && !runs.some((run) => run.problem)) {
@@ -245,7 +273,7 @@ $("ask").addEventListener("submit", (event) => {
   if (question && !$("send").disabled) ask(question);
 });
 $("examples").addEventListener("click", ({ target }) => {
-  if (target.type === "button" && !$("send").disabled) ask(target.textContent);
+  if (target.type === "button" && !$("send").disabled) (tries.get(target) ?? ask)(target.textContent);
 });
 $("question").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
