@@ -66,6 +66,7 @@ def _check_parameters(schema: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 Name = Annotated[str, AfterValidator(_check_name)]
+Parameters = Annotated[dict[str, Any] | None, AfterValidator(_check_parameters)]
 
 
 @ignoring(TOOL)
@@ -74,7 +75,7 @@ class Function(Body):
 
     name: Name = Field(description="1 to 64 letters, digits, '_' or '-'.")
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, AfterValidator(_check_parameters)] = Field(
+    parameters: Parameters = Field(
         None, description="JSON Schema of the arguments, an object. Default: there are none."
     )
 
@@ -108,12 +109,12 @@ AnyChatTool = Annotated[Annotated[ChatTool, Tag("[function]")] | Other, Discrimi
 AnyResponseTool = Annotated[Annotated[ResponseTool, Tag("[function]")] | Other, Discriminator(_kind_of_tool)]
 
 
-def check_kinds(tools: Sequence[Any]) -> None:
-    """Refuses tools of which none is a function. Others are left out beside functions, with a note in the log: clients
-    such as Codex send them always, and work without them."""
-    others = [tool["type"] for tool in tools if isinstance(tool, dict) and tool.get("type") not in (None, "function")]
+def check_kinds(tools: Sequence[Any], own: str = "function") -> None:
+    """Refuses tools of which none is a function, whose type is ``own``. Others are left out beside functions, with a
+    note in the log: clients such as Codex send them always, and work without them."""
+    others = [tool["type"] for tool in tools if isinstance(tool, dict) and tool.get("type") not in (None, own)]
     if others and len(others) == len(tools):
-        _refuse_type("tools[0].type", others[0])
+        _refuse_type("tools[0].type", others[0], own)
     for kind in others:
         _note_left_out(shown(kind))
 
@@ -124,8 +125,8 @@ def _note_left_out(kind: str) -> None:
     logger.info("tools of the type %s are left out of requests: this server has functions alone", kind)
 
 
-def _refuse_type(field: str, kind: object) -> None:
-    raise unsupported(field, f"must be 'function', got {shown(kind)}", "describe it as a function, and call it")
+def _refuse_type(field: str, kind: object, own: str = "function") -> None:
+    raise unsupported(field, f"must be {own!r}, got {shown(kind)}", "describe it as a function, and call it")
 
 
 class NamedFunction(Body):
@@ -215,6 +216,8 @@ class Tools:
     """``choice`` is a name."""
     place: FieldPath = ()
     """Where a function stands in an item of ``tools``; () for the item itself."""
+    schema: str = "parameters"
+    """The field of a function that has the schema of its arguments."""
 
     @property
     def is_forced(self) -> bool:
@@ -233,7 +236,7 @@ class Tools:
     def callable(self) -> dict[str, tuple[FieldPath, Json]]:
         """By name of each function that may be called: the field that has its parameters, and their JSON Schema."""
         return {
-            function.name: (("tools", index, *self.place, "parameters"), _arguments(function.parameters))
+            function.name: (("tools", index, *self.place, self.schema), _arguments(function.parameters))
             for index, function in self.functions.items()
             if not self.named or function.name == self.choice
         }
@@ -264,7 +267,7 @@ AnyChoice = str | NamingChoice | None
 def chat_tools(tools: Sequence[ChatTool | OtherTool] | None, choice: AnyChoice, *, parallel: bool | None) -> Tools:
     """The functions of a chat completion, which may be called."""
     functions = {index: tool.function for index, tool in enumerate(tools or ()) if isinstance(tool, ChatTool)}
-    return _tools_of(functions, ("function",), choice, parallel=parallel is not False)
+    return tools_of(functions, ("function",), choice, parallel=parallel is not False)
 
 
 def response_tools(
@@ -272,10 +275,11 @@ def response_tools(
 ) -> Tools:
     """The functions of a response."""
     functions = {index: tool for index, tool in enumerate(tools or ()) if isinstance(tool, ResponseTool)}
-    return _tools_of(functions, (), choice, parallel=parallel is not False)
+    return tools_of(functions, (), choice, parallel=parallel is not False)
 
 
-def _tools_of(functions: Mapping[int, Function], place: FieldPath, choice: AnyChoice, *, parallel: bool) -> Tools:
+def tools_of(functions: Mapping[int, Function], place: FieldPath, choice: AnyChoice, *, parallel: bool) -> Tools:
+    """The functions of a request, by their place in ``tools``, and what it says about calls of them."""
     known: dict[str, int] = {}
     for index, function in functions.items():
         if (first := known.setdefault(function.name, index)) != index:
