@@ -67,7 +67,7 @@ IGNORED = (
     Ignored("cache_control", MESSAGES_REQUEST, dict[str, Any], _OWN_CACHE),
     Ignored("context_management", MESSAGES_REQUEST, dict[str, Any], "The model sees the whole conversation."),
     Ignored("betas", MESSAGES_REQUEST, list[str], "There are no others than these fields."),
-    Ignored("fallbacks", MESSAGES_REQUEST, list[dict[str, Any]] | str, "No request is declined."),
+    Ignored("fallbacks", MESSAGES_REQUEST, Objects | str, "No request is declined."),
     Ignored("diagnostics", MESSAGES_REQUEST, dict[str, Any], _OWN_CACHE),
     Ignored("inference_geo", MESSAGES_REQUEST, str, "There is one place."),
     Ignored("speed", MESSAGES_REQUEST, str, "There is one."),

@@ -20,7 +20,7 @@ from lopa_ascend.config.files import shown
 from lopa_ascend.core import Request
 from lopa_ascend.serve.api.answer import LopaStats
 from lopa_ascend.serve.api.chat import Content, TextPart, joined
-from lopa_ascend.serve.api.fields import CALL_ITEM, HARMLESS, MESSAGES_REQUEST, TOOL, ignoring
+from lopa_ascend.serve.api.fields import CALL, HARMLESS, MESSAGES_REQUEST, TOOL, ignoring
 from lopa_ascend.serve.api.request import EFFORT, MAX_MESSAGES, VARIABLES, GenerationRequest, Planner
 from lopa_ascend.serve.api.structured import AskedForm
 from lopa_ascend.serve.api.tools import (
@@ -76,7 +76,7 @@ class RedactedBlock(Body):
     data: str | None = Field(None, description=WITHOUT_EFFECT)
 
 
-@ignoring(CALL_ITEM)
+@ignoring(CALL)
 class CallBlock(Body):
     """A call in an earlier answer."""
 
@@ -84,9 +84,10 @@ class CallBlock(Body):
     id: str
     name: str
     input: dict[str, Any] = Field(default_factory=dict)
+    caller: dict[str, Any] | None = Field(None, description=f"{WITHOUT_EFFECT} The model alone calls tools.")
 
 
-@ignoring(CALL_ITEM)
+@ignoring(CALL)
 class ResultBlock(Body):
     """The result of a call."""
 
@@ -132,7 +133,7 @@ class Turn(Body):
     )
     content: str | Blocks = Field(description="Texts are joined by line breaks.")
     clear_at: Literal["next_user_message", "never"] | None = Field(
-        None, description="next_user_message: not shown to the model once the user has spoken again."
+        default=None, description="next_user_message: not shown to the model once the user has spoken again."
     )
 
     @classmethod
@@ -179,8 +180,10 @@ AnyTool = Annotated[
 
 class ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = Field(None, description="With the type tool.")
-    disable_parallel_tool_use: bool | None = Field(None, description="The answer has one call at most. Default: false.")
+    name: str | None = Field(default=None, description="With the type tool.")
+    disable_parallel_tool_use: bool | None = Field(
+        default=None, description="The answer has one call at most. Default: false."
+    )
 
 
 class ThinkingOptions(Body):
@@ -334,6 +337,7 @@ class MessagesRequest(GenerationRequest):
 
     def _format(self) -> AskedForm | None:
         """The form that the answer must have."""
+        field: FieldPath
         asked, field = self.output_format, ("output_format", "schema")
         if self.output_config is not None and self.output_config.format is not None:
             if asked is not None:
