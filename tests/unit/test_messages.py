@@ -227,6 +227,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "x",
     ),
     "servers": ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "list their functions in tools"),
+    "state": ({"thread": {"type": "create"}}, "thread", "the whole conversation"),
     "several": ({"n": 2}, "n", "send the request several times"),
     "long": ({"messages": [{"role": "user", "content": "x " * 4096}]}, "messages", "context length"),
 }
@@ -406,8 +407,9 @@ def test_a_call_that_was_cut():
     ],
 )
 def test_errors_have_anthropics_types(status: int, kind: str):
-    body = ApiError(status, "no").messages_body("r")
-    assert body == {"type": "error", "error": {"type": kind, "message": "no"}, "request_id": "r"}
+    body = ApiError(status, "no", code="odd").messages_body("r")
+    detail = {"type": kind, "message": "no", "details": {"error_code": "odd"}}
+    assert body == {"type": "error", "error": detail, "request_id": "r"}
     error_body("/v1/messages/count_tokens").model_validate(body, strict=True)
     assert error_body("/v1/messages") is not error_body("/v1/messages_of") is error_body("/v1/models")
 

@@ -195,7 +195,6 @@ INSTEAD: Mapping[str, str] = {
     "return_token_ids": "take /v1/chat/completions, which has token ids",
     "mcp_servers": "list their functions in tools",
     "container": "put what is in its files into messages",
-    "thread": "send the whole conversation in messages",
     "compaction": "ask for a summary in a message",
     "extra_body": "put its fields into the body itself",
 }

@@ -10,6 +10,7 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
@@ -245,6 +246,9 @@ class MessagesRequest(GenerationRequest):
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="An older place of output_config.format.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description=VARIABLES)
+    thread: dict[str, Any] | None = Field(
+        None, description="Refused with an error_code by which clients know that they must send whole conversations."
+    )
 
     @classmethod
     def tidy(cls, values: dict[str, Any]) -> None:
@@ -290,6 +294,11 @@ class MessagesRequest(GenerationRequest):
         return replace(tools, schema="input_schema")
 
     def plan(self, planner: Planner) -> list[Request]:
+        if self.thread is not None:
+            message = (
+                "thread: nothing is kept between requests; send the whole conversation in messages, without thread"
+            )
+            raise ApiError(HTTPStatus.BAD_REQUEST, message, param="thread", code="thread_unsupported_request")
         if self.messages[-1].role == "assistant":
             message = (
                 "is 'assistant': this server does not continue a message that has begun. Instead, end with one of the "

@@ -1,5 +1,5 @@
 """Errors of the HTTP API. They have OpenAI's form ``{"error": {"message", "type", "param", "code"}}``, or on the routes
-of Anthropic's API its form ``{"type": "error", "error": {"type", "message"}, "request_id"}``."""
+of Anthropic's API its form ``{"type": "error", "error": {"type", "message", "details"}, "request_id"}``."""
 
 from __future__ import annotations
 
@@ -55,9 +55,14 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class MessagesErrorCode(BaseModel):
+    error_code: str
+
+
 class MessagesErrorDetail(BaseModel):
     type: str
     message: str
+    details: MessagesErrorCode
 
 
 class MessagesErrorBody(BaseModel):
@@ -107,7 +112,8 @@ class ApiError(Exception):
         """The answer's JSON in Anthropic's form."""
         other = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
         error_type = MESSAGES_TYPES.get(HTTPStatus(self.status), other)
-        detail = MessagesErrorDetail(type=error_type, message=_shortened(self.message))
+        code = MessagesErrorCode(error_code=self.code)
+        detail = MessagesErrorDetail(type=error_type, message=_shortened(self.message), details=code)
         return MessagesErrorBody(error=detail, request_id=request_id).model_dump()
 
     def response(self, scope: Scope) -> JSONResponse:
