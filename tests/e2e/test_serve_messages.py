@@ -64,6 +64,9 @@ def test_how_answers_end(server: ServerProcess) -> None:
     stopped = ask(server, ignore_eos=True, stop_sequences=["absent", text[5:9]])
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", text[5:9])
     assert stopped["content"][0]["text"] == text[: text.index(text[5:9])]
+    long = server.http.post(ROUTE, json={"messages": [{"role": "user", "content": "x" * 5000}]}).json()["error"]
+    assert long["message"].startswith("prompt is too long: messages: has ")
+    assert long["details"] == {"error_code": "context_length_exceeded"}
     # Fewer tokens fit than are asked for: agents ask for 32,000 always.
     full = ask(server, "x" * 4060, ignore_eos=True, max_tokens=32_000)
     assert full["stop_reason"] == "model_context_window_exceeded"

@@ -113,7 +113,9 @@ class ApiError(Exception):
         other = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
         error_type = MESSAGES_TYPES.get(HTTPStatus(self.status), other)
         code = MessagesErrorCode(error_code=self.code)
-        detail = MessagesErrorDetail(type=error_type, message=_shortened(self.message), details=code)
+        # By these words Claude Code knows that it must shorten the conversation.
+        known_by = "prompt is too long: " if self.code == "context_length_exceeded" else ""
+        detail = MessagesErrorDetail(type=error_type, message=_shortened(known_by + self.message), details=code)
         return MessagesErrorBody(error=detail, request_id=request_id).model_dump()
 
     def response(self, scope: Scope) -> JSONResponse:
