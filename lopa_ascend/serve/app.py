@@ -12,18 +12,19 @@ from starlette.responses import Response, StreamingResponse
 import lopa_ascend
 from lopa_ascend.demo import EXAMPLES
 from lopa_ascend.serve import diffusion
-from lopa_ascend.serve.api import answer, responses
+from lopa_ascend.serve.api import answer, messages, responses
 from lopa_ascend.serve.api.chat import ChatCompletion, ChatRequest
 from lopa_ascend.serve.api.completions import Completion, CompletionRequest
 from lopa_ascend.serve.api.decisions import DecisionRequest, Decisions
 from lopa_ascend.serve.api.infill import Infill, InfillRequest
+from lopa_ascend.serve.api.messages import MessageObject, MessagesRequest
 from lopa_ascend.serve.api.request import AnsweredRequest, GenerationRequest
 from lopa_ascend.serve.api.responses import ResponseObject, ResponseRequest
 from lopa_ascend.serve.api.score import ScoreRequest, Scores
 from lopa_ascend.serve.diffusion import DiffusionChatRequest, DiffusionCompletionRequest
 from lopa_ascend.serve.endpoint import Endpoint, ServedModel
 from lopa_ascend.serve.http.access import Access, allow_origins, hosts_of, set_up_request_log
-from lopa_ascend.serve.http.api_error import install_handlers
+from lopa_ascend.serve.http.api_error import MESSAGES, install_handlers
 from lopa_ascend.serve.http.body import Intake
 from lopa_ascend.serve.http.openapi import READING, body_of, document, errors, events
 from lopa_ascend.serve.info import AbortRequest, add_abort, add_models, add_state
@@ -38,6 +39,7 @@ BODIES = (
     CompletionRequest,
     ChatRequest,
     ResponseRequest,
+    MessagesRequest,
     InfillRequest,
     ScoreRequest,
     DecisionRequest,
@@ -87,7 +89,7 @@ def _add_generation(app: FastAPI, endpoint: Endpoint) -> None:
     def text_route(
         path: str, body: type[GenerationRequest], whole: type[BaseModel], stream: str = answer.EVENTS
     ) -> Decorator:
-        documented = {**errors(*statuses), 200: {"content": events(stream)}}
+        documented = {**errors(*statuses, route=path), 200: {"content": events(stream)}}
         return app.post(path, response_model=whole, responses=documented, openapi_extra=body_of(body))
 
     def whole_route(path: str, body: type[AnsweredRequest], whole: type[BaseModel]) -> Decorator:
@@ -111,6 +113,11 @@ def _add_generation(app: FastAPI, endpoint: Endpoint) -> None:
     async def create_response(request: Request) -> Response:
         """The next message of a conversation, in OpenAI's Responses API. Nothing is kept."""
         return await endpoint.answer(request, ResponseRequest)
+
+    @text_route(MESSAGES, MessagesRequest, MessageObject, messages.EVENTS)
+    async def create_message(request: Request) -> Response:
+        """The next message of a conversation, in Anthropic's Messages API. Nothing is kept."""
+        return await endpoint.answer(request, MessagesRequest)
 
     @text_route("/v1/infill", InfillRequest, Infill)
     async def infill(request: Request) -> Response:

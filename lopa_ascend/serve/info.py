@@ -6,9 +6,9 @@ import asyncio
 import dataclasses
 import importlib.metadata
 import platform
-import time
 import uuid
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -59,9 +59,14 @@ class Version(BaseModel):
 
 
 class ModelCard(BaseModel):
+    """A model, for clients of OpenAI's API and of Anthropic's."""
+
     id: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
     created: int
+    created_at: datetime
+    display_name: str
     owned_by: str = "lopa-ascend"
     max_model_len: int
 
@@ -69,6 +74,9 @@ class ModelCard(BaseModel):
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    has_more: Literal[False] = False
+    first_id: str
+    last_id: str
 
 
 class ModelInfo(BaseModel):
@@ -148,16 +156,22 @@ def _check_health(clients: Sequence[EngineClient]) -> None:
 
 def add_models(app: FastAPI, endpoint: Endpoint) -> None:
     """Routes about the served models."""
-    now, name = int(time.time()), endpoint.default.name
+    now, name = datetime.now(timezone.utc).replace(microsecond=0), endpoint.default.name
     cards = {
-        model.name: ModelCard(id=model.name, created=now, max_model_len=model.limits.max_model_len)
-        for model in endpoint.models.values()
+        name: ModelCard(
+            id=name,
+            display_name=name,
+            created=int(now.timestamp()),
+            created_at=now,
+            max_model_len=model.limits.max_model_len,
+        )
+        for name, model in endpoint.models.items()
     }
 
     @app.get("/v1/models")
     async def list_models() -> ModelList:
         """The served models."""
-        return ModelList(data=[*cards.values()])
+        return ModelList(data=[*cards.values()], first_id=name, last_id=[*cards][-1])
 
     @app.get("/get_model_info")
     async def model_info() -> ModelInfo:

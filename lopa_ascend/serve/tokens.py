@@ -1,4 +1,4 @@
-"""Routes about the tokenizer: /tokenize, /detokenize and /tokenizer_info."""
+"""Routes about the tokenizer: /tokenize, /detokenize, /tokenizer_info and Anthropic's count of tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from starlette.responses import Response
 from lopa_ascend.config import Limits, ParameterError
 from lopa_ascend.serve.api.chat import Message
 from lopa_ascend.serve.api.fields import HARMLESS_TEMPLATE, INSTEAD
+from lopa_ascend.serve.api.messages import MessagesRequest, TokenCount
 from lopa_ascend.serve.api.request import MAX_MESSAGES, VARIABLES
 from lopa_ascend.serve.api.tools import MAX_TOOLS, AnyChatTool, chat_tools
 from lopa_ascend.serve.endpoint import Endpoint
-from lopa_ascend.serve.http.api_error import ApiError
+from lopa_ascend.serve.http.api_error import MESSAGES, ApiError
 from lopa_ascend.serve.http.body import Body, Intake, read_body
 from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.http.openapi import READING, body_of, errors
@@ -25,6 +26,7 @@ from lopa_ascend.text.tokenizer import Tokenizer
 MAX_TOKENS = 2**16
 """Most token ids that are made a text of at once, unless the model takes more."""
 STATUSES = (*READING, 404)
+COUNT = f"{MESSAGES}/count_tokens"
 
 
 class TokenizeRequest(Body):
@@ -99,6 +101,11 @@ def add_tokenizer(app: FastAPI, endpoint: Endpoint, intake: Intake) -> None:
         model = endpoint.find(asked.model)
         return _json(_detokenized(model.client.prompts, asked, model.limits))
 
+    def count(raw: bytes) -> Response:
+        asked = read_body(MessagesRequest, raw)
+        (choice,) = asked.plan(endpoint.find(asked.model).planner)
+        return _json(TokenCount(input_tokens=len(choice.prompt)))
+
     @app.post("/tokenize", response_model=Tokens, responses=errors(*STATUSES), openapi_extra=body_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or of a conversation."""
@@ -108,6 +115,16 @@ def add_tokenizer(app: FastAPI, endpoint: Endpoint, intake: Intake) -> None:
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
         return await intake.take(request, text)
+
+    @app.post(
+        COUNT,
+        response_model=TokenCount,
+        responses=errors(*STATUSES, route=COUNT),
+        openapi_extra=body_of(MessagesRequest),
+    )
+    async def count_tokens(request: Request) -> Response:
+        """Number of tokens of a conversation's prompt, in Anthropic's Messages API."""
+        return await intake.take(request, count)
 
     @app.get("/tokenizer_info", responses=errors(404))
     async def tokenizer_info() -> TokenizerInfo:

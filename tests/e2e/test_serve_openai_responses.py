@@ -158,7 +158,20 @@ def test_failures_in_a_stream_and_the_log(model_dir: Any):
         (message,) = failed.response.output
         deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
         assert message.content[0].text == "".join(deltas)
+        _check_messages_that_fail(server)
         log = server.stop(15)[1]
     lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
-    assert lines[-1]["id"] == failed.response.id
+    assert failed.response.id in [line["id"] for line in lines]
     assert lines[-1]["event"] == "finished"
+
+
+def _check_messages_that_fail(server: ServerProcess) -> None:
+    """In Anthropic's form."""
+    messages = [{"role": "user", "content": "x"}]
+    body = {**ENDLESS, "input": None, "messages": messages, "stop_sequences": ["absent"]}
+    answer = server.http.post("/v1/messages", json=body)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
+    frames = server.http.post("/v1/messages", json={**body, "stream": True}).text.split("\n\n")
+    assert frames[0].startswith("event: message_start\n")
+    assert frames[-2].startswith('event: error\ndata: {"type":"error","error":{"type":"timeout_error",')
+    assert frames[-1] == ""

@@ -166,6 +166,8 @@ def test_key_and_log(model_dir: Path):
         assert all(http.get(route).status_code == 200 for route in ("/health", "/ready", "/version"))
         with pytest.raises(openai.AuthenticationError):
             server.openai.models.list()
+        assert http.post("/v1/messages", json={}).json()["error"]["type"] == "authentication_error"
+        assert http.get("/v1/models", headers={"x-api-key": KEY}).status_code == 200
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
         answer = client.completions.create(
             model="tiny", prompt="a secret text", max_tokens=8, extra_headers={"X-Request-Id": "mine"}
@@ -200,7 +202,12 @@ def test_every_route_takes_slashes_too_many(server: ServerProcess):
         for method in operations.keys() & {"get", "post"}:
             body: dict[str, Any] | None = {} if method == "post" else None
             answers = [
-                server.http.request(method, f"{server.url}{written}".replace("{model}", "tiny"), json=body)
+                server.http.request(
+                    method,
+                    f"{server.url}{written}".replace("{model}", "tiny"),
+                    json=body,
+                    headers={"X-Request-Id": "r"},
+                )
                 for written in (path, f"{path.rstrip('/')}/", f"/{path}", path.replace("/", "//"))
             ]
             assert len({answer.status_code for answer in answers}) == 1, path

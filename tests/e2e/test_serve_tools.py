@@ -84,6 +84,38 @@ def test_the_same_in_responses(server: ServerProcess) -> None:
     assert create(model="tiny", input=history, tools=flat, max_output_tokens=4).status == "incomplete"
 
 
+def test_the_same_in_messages(server: ServerProcess) -> None:
+    tools = [{"name": "measure", "input_schema": SCHEMA}, {"type": "bash_20250124", "name": "bash"}]
+    asked: dict[str, Any] = {"messages": HELLO, "tools": tools, "max_tokens": 200}
+    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "measure"}):
+        message = server.http.post("/v1/messages", json={**asked, "tool_choice": choice}).json()
+        (call,) = message["content"]
+        assert (message["stop_reason"], call["type"], call["id"][:6]) == ("tool_use", "tool_use", "toolu_")
+        jsonschema.validate(call["input"], SCHEMA)
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": "7"}
+        history = [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        again = server.http.post("/v1/messages", json={**asked, "messages": history, "max_tokens": 4}).json()
+        assert again["stop_reason"] == "max_tokens"
+        sizes = [each["usage"]["input_tokens"] + each["usage"]["cache_read_input_tokens"] for each in (message, again)]
+        assert sizes[0] < sizes[1]
+
+
+def test_requests_of_claude_code_are_answered(server: ServerProcess) -> None:
+    requests = json.loads((Path(__file__).parents[1] / "data" / "claude_code.json").read_text("utf-8"))
+    for sent in requests:
+        headers = {"anthropic-beta": sent["betas"], "x-api-key": "none"}
+        body = {**sent["body"], "model": "tiny", "num_branches": 0}
+        body |= {"max_tokens": 4} if "title" not in sent["name"] and "max_tokens" in body else {}
+        answer = server.http.post(sent["path"], json=body, headers=headers)
+        assert answer.status_code == 200, (sent["name"], answer.text)
+        if "count_tokens" in sent["path"]:
+            assert answer.json()["input_tokens"] > 100
+        elif body.get("stream"):
+            assert answer.text.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
+        else:
+            assert answer.json()["stop_reason"] == "max_tokens"
+
+
 def test_answers_that_stop_have_their_form(server: ServerProcess) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
     for body in ({"response_format": schema}, {"guided_json": SCHEMA}, {"response_format": schema, "tools": TOOLS}):

@@ -35,6 +35,8 @@ CLIENTS: dict[str, tuple[Path, ...]] = {
     "litellm": (PYTHON, PROGRAMS / "litellm_chat.py"),
     "pydantic-ai": (PYTHON, PROGRAMS / "pydantic_ai_agent.py"),
     "OpenAI Agents": (PYTHON, PROGRAMS / "openai_agents.py"),
+    "Anthropic": (PYTHON, PROGRAMS / "anthropic_sdk.py"),
+    "Anthropic, JavaScript": (NODE, PROGRAMS / "anthropic_sdk.mjs"),
     "LlamaIndex": (Path(sys.executable), PROGRAMS / "llama_index_chat.py"),
     "Vercel AI": (NODE, PROGRAMS / "vercel_ai.mjs"),
 }

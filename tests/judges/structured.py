@@ -15,6 +15,8 @@ CLIENTS: dict[str, tuple[Path, Path]] = {
     "LangChain": (PYTHON, PROGRAMS / "langchain_structured.py"),
     "pydantic-ai": (PYTHON, PROGRAMS / "pydantic_ai_structured.py"),
     "smolagents": (PYTHON, PROGRAMS / "smolagents_agent.py"),
+    "Anthropic": (PYTHON, PROGRAMS / "anthropic_tools.py"),
+    "Anthropic, JavaScript": (NODE, PROGRAMS / "anthropic_tools.mjs"),
     "Vercel AI": (NODE, PROGRAMS / "vercel_ai_structured.mjs"),
 }
 """By client: the interpreter, and the program, which prints what ``programs/structured.py`` says."""

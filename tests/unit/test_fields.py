@@ -17,6 +17,7 @@ from lopa_ascend.serve.api.fields import (
     CALLED,
     IGNORED,
     MESSAGE,
+    MESSAGES_REQUEST,
     PART,
     REASONING_ITEM,
     REQUEST,
@@ -25,6 +26,7 @@ from lopa_ascend.serve.api.fields import (
     Ignored,
     Objects,
 )
+from lopa_ascend.serve.api.messages import MessagesRequest
 from lopa_ascend.serve.api.responses import ResponseRequest
 from lopa_ascend.serve.diffusion import DiffusionChatRequest, DiffusionCompletionRequest
 from lopa_ascend.serve.http.api_error import ApiError
@@ -38,12 +40,19 @@ PROMPT = {"prompt": "x", "stream": True, "stream_options": {}}
 HISTORY = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "b"}]
 CHAT = {"messages": HISTORY, "stream": True, "stream_options": {}}
 RESPONSE = {"input": [*HISTORY, {"type": "reasoning", "summary": []}]}
+MESSAGES = {
+    "messages": [*HISTORY, HISTORY[0]],
+    "system": [{"type": "text", "text": "s"}],
+    "thinking": {"type": "adaptive"},
+    "output_config": {"effort": "low"},
+}
 BODIES: list[tuple[type[Body], dict[str, Any]]] = [
     (CompletionRequest, PROMPT),
     (ChatRequest, CHAT),
     (ResponseRequest, RESPONSE),
     (DiffusionCompletionRequest, {"prompt": "x"}),
     (DiffusionChatRequest, {"messages": HISTORY}),
+    (MessagesRequest, MESSAGES),
     (TokenizeRequest, {"messages": HISTORY}),
     (DetokenizeRequest, {"tokens": [1]}),
     (AbortRequest, {"request_id": "r"}),
@@ -92,6 +101,9 @@ OPTIONAL: dict[str, list[str]] = {
     "input": ["name", "type", "status", "phase"],
     "stream_options": ["include_usage"],
     "content": ["id", "annotations"],
+    "system": ["cache_control", "citations"],
+    "thinking": ["budget_tokens", "display"],
+    "output_config": ["format", "task_budget"],
 }
 
 
@@ -116,6 +128,7 @@ VALUES: dict[Any, Any] = {
     bool: True,
     dict[str, Any]: {"a": "b"},
     Objects: [{"a": 1}],
+    Objects | str: "default",
     list[str]: ["direct"],
     int | str: 3,
     Any: {"answer": [7]},
@@ -136,29 +149,50 @@ RESPONSE_CALLING = {
     ]
 }
 ADD = {"name": "add", "parameters": {"type": "object"}}
+MESSAGES_CALLING = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "2"}]},
+    ],
+    "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+}
 WITH_TOOLS = {**CALLING, "tools": [{"type": "function", "function": ADD}]}
 RESPONSE_WITH_TOOLS = {**RESPONSE_CALLING, "tools": [{"type": "function", **ADD}]}
 WHERE: dict[str, list[tuple[type[Body], dict[str, Any], Path]]] = {
-    REQUEST: [(model, body, ()) for model, body in BODIES[:5]],
+    REQUEST: [(model, body, ()) for model, body in BODIES[:6]],
+    MESSAGES_REQUEST: [(MessagesRequest, MESSAGES, ())],
     STREAM_OPTIONS: [(CompletionRequest, PROMPT, ("stream_options",)), (ChatRequest, CHAT, ("stream_options",))],
     MESSAGE: [(ChatRequest, CHAT, ("messages", 1)), (ResponseRequest, RESPONSE, ("input", 1))],
-    PART: [(ChatRequest, CHAT, ("messages", 0, "content", 0)), (ResponseRequest, RESPONSE, ("input", 0, "content", 0))],
+    PART: [
+        (ChatRequest, CHAT, ("messages", 0, "content", 0)),
+        (ResponseRequest, RESPONSE, ("input", 0, "content", 0)),
+        (MessagesRequest, MESSAGES, ("messages", 0, "content", 0)),
+    ],
     REASONING_ITEM: [(ResponseRequest, RESPONSE, ("input", 2))],
     TOOL: [
         (ChatRequest, WITH_TOOLS, ("tools", 0)),
         (ChatRequest, WITH_TOOLS, ("tools", 0, "function")),
         (ResponseRequest, RESPONSE_WITH_TOOLS, ("tools", 0)),
+        (MessagesRequest, MESSAGES_CALLING, ("tools", 0)),
     ],
-    CALL: [(ChatRequest, CALLING, ("messages", 1, "tool_calls", 0))],
+    CALL: [
+        (ChatRequest, CALLING, ("messages", 1, "tool_calls", 0)),
+        (MessagesRequest, MESSAGES_CALLING, ("messages", 1, "content", 0)),
+        (MessagesRequest, MESSAGES_CALLING, ("messages", 2, "content", 0)),
+    ],
     CALLED: [(ChatRequest, CALLING, ("messages", 1, "tool_calls", 0, "function"))],
-    CALL_ITEM: [(ResponseRequest, RESPONSE_CALLING, ("input", 1)), (ResponseRequest, RESPONSE_CALLING, ("input", 2))],
+    CALL_ITEM: [
+        (ResponseRequest, RESPONSE_CALLING, ("input", 1)),
+        (ResponseRequest, RESPONSE_CALLING, ("input", 2)),
+    ],
 }
 
 
 def said(body: Any) -> Any:
     """What of a body reaches the chat template."""
     tools = body.callable.as_template_input() if hasattr(body, "callable") else []
-    if isinstance(body, ResponseRequest):
+    if isinstance(body, ResponseRequest | MessagesRequest):
         return [*body.as_template_input(), *tools]
     return [*(message.as_template_input() for message in getattr(body, "messages", ())), *tools]
 

@@ -153,9 +153,12 @@ def test_keys_and_ids():
     code, headers, _ = asyncio.run(answer(app, request))
     assert (code, headers[b"x-request-id"]) == (200, b"mine")
     assert asyncio.run(answer(app, scope("/v1/models", (b"authorization", b"bearer  key"))))[0] == 200
+    own, wrong = (b"x-api-key", b"key"), (b"authorization", b"Bearer other")
+    for found, expected in (((own,), 200), ((own, wrong), 200), (((b"x-api-key", b"other"), wrong), 401)):
+        assert asyncio.run(answer(app, scope("/v1/models", *found)))[0] == expected
     for key in ("voilà", "…\x85", "Å\xa0"):
-        header = (b"authorization", b"Bearer \t" + key.encode() + b" ")
-        assert asyncio.run(answer(Access(PlainTextResponse("fine"), key), scope("/v1/models", header)))[0] == 200
+        for header in ((b"authorization", b"Bearer \t" + key.encode() + b" "), (b"x-api-key", key.encode())):
+            assert asyncio.run(answer(Access(PlainTextResponse("fine"), key), scope("/v1/models", header)))[0] == 200
     for path in ("/health", "/ready", "/version"):
         assert asyncio.run(answer(app, scope(path)))[0] == 200
         assert asyncio.run(answer(app, scope(path, root_path="/api")))[0] == 200

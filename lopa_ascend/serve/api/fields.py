@@ -13,6 +13,7 @@ from lopa_ascend.serve.http.body import WITHOUT_EFFECT, HarmlessValues
 M = TypeVar("M", bound=BaseModel)
 
 REQUEST = "(the request)"
+MESSAGES_REQUEST = "(the request to /v1/messages)"
 STREAM_OPTIONS = "stream_options"
 MESSAGE = "messages[], input[]"
 PART = "messages[].content[], input[].content[]"
@@ -63,6 +64,14 @@ IGNORED = (
     Ignored("prompt_cache_key", REQUEST, str, _OWN_CACHE),
     Ignored("prompt_cache_retention", REQUEST, str, _OWN_CACHE),
     Ignored("prompt_cache_options", REQUEST, dict[str, Any], _OWN_CACHE),
+    Ignored("cache_control", MESSAGES_REQUEST, dict[str, Any], _OWN_CACHE),
+    Ignored("context_management", MESSAGES_REQUEST, dict[str, Any], "The model sees the whole conversation."),
+    Ignored("betas", MESSAGES_REQUEST, list[str], "There are no others than these fields."),
+    Ignored("fallbacks", MESSAGES_REQUEST, Objects | str, "No request is declined."),
+    Ignored("diagnostics", MESSAGES_REQUEST, dict[str, Any], _OWN_CACHE),
+    Ignored("inference_geo", MESSAGES_REQUEST, str, "There is one place."),
+    Ignored("speed", MESSAGES_REQUEST, str, "There is one."),
+    Ignored("user_profile_id", MESSAGES_REQUEST, str, "Says for whom the client asks."),
     Ignored("include_obfuscation", STREAM_OPTIONS, bool, "Streams are not padded."),
     Ignored("id", MESSAGE, str, _LABEL),
     Ignored("status", MESSAGE, Literal["in_progress", "completed", "incomplete"], "How an earlier answer ended."),
@@ -77,6 +86,7 @@ IGNORED = (
     Ignored("extras", PART, dict[str, Any], "LangChain's copy of an earlier answer's other fields."),
     Ignored("parsed", PART, Any, "The text, as the client has parsed it."),
     Ignored("annotations", PART, Objects, "Links that go with the text."),
+    Ignored("citations", PART, Objects, "Links that go with the text."),
     Ignored("logprobs", PART, Objects, "How probable an earlier answer was."),
     Ignored("prompt_cache_breakpoint", PART, dict[str, Any], _OWN_CACHE),
     Ignored("index", CALL, int | str, "The place of an earlier answer's call in its stream."),
@@ -94,6 +104,7 @@ IGNORED = (
     Ignored("output_schema", TOOL, dict[str, Any], "The model is told of the arguments."),
     Ignored("input_examples", TOOL, Objects, "The model is told of the arguments by their schema."),
     Ignored("allowed_callers", TOOL, list[str], "The model alone calls functions."),
+    Ignored("eager_input_streaming", TOOL, bool, "Arguments are streamed as they are written."),
     Ignored("caller", CALL_ITEM, dict[str, Any], "The model alone calls functions."),
     *(
         Ignored(field, where, kind, why)
@@ -183,6 +194,9 @@ INSTEAD: Mapping[str, str] = {
     "logprobs": "take /v1/chat/completions, which has log probabilities",
     "n": "send the request several times",
     "return_token_ids": "take /v1/chat/completions, which has token ids",
+    "mcp_servers": "list their functions in tools",
+    "container": "put what is in its files into messages",
+    "compaction": "ask for a summary in a message",
     "extra_body": "put its fields into the body itself",
 }
 """By name of a field that is refused: what to do instead."""

@@ -66,6 +66,7 @@ def _check_parameters(schema: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 Name = Annotated[str, AfterValidator(_check_name)]
+Parameters = Annotated[dict[str, Any] | None, AfterValidator(_check_parameters)]
 
 
 @ignoring(TOOL)
@@ -74,7 +75,7 @@ class Function(Body):
 
     name: Name = Field(description="1 to 64 letters, digits, '_' or '-'.")
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, AfterValidator(_check_parameters)] = Field(
+    parameters: Parameters = Field(
         None, description="JSON Schema of the arguments, an object. Default: there are none."
     )
 
@@ -108,9 +109,9 @@ AnyChatTool = Annotated[Annotated[ChatTool, Tag("[function]")] | Other, Discrimi
 AnyResponseTool = Annotated[Annotated[ResponseTool, Tag("[function]")] | Other, Discriminator(_kind_of_tool)]
 
 
-def note_others(tools: Sequence[Any]) -> None:
-    """Warns of tools that are no functions."""
-    others = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") not in (None, "function")]
+def note_others(tools: Sequence[Any], own: str = "function") -> None:
+    """Warns of tools that are no functions, whose type is ``own``."""
+    others = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") not in (None, own)]
     if others:
         warn_once(", ".join(shown(f"{tool['type']} {tool.get('name', '')}".strip()) for tool in others))
 
@@ -120,8 +121,8 @@ def warn_once(names: str) -> None:
     logger.warning("left out of requests, of which the model is told functions alone: %s", names)
 
 
-def _refuse_type(field: str, kind: object) -> None:
-    raise unsupported(field, f"must be 'function', got {shown(kind)}", "describe it as a function, and call it")
+def _refuse_type(field: str, kind: object, own: str = "function") -> None:
+    raise unsupported(field, f"must be {own!r}, got {shown(kind)}", "describe it as a function, and call it")
 
 
 class NamedFunction(Body):
@@ -211,6 +212,8 @@ class Tools:
     """``choice`` is a name."""
     place: FieldPath = ()
     """Where a function stands in an item of ``tools``; () for the item itself."""
+    schema: str = "parameters"
+    """The field of a function that has the schema of its arguments."""
 
     @property
     def is_forced(self) -> bool:
@@ -229,7 +232,7 @@ class Tools:
     def callable(self) -> dict[str, tuple[FieldPath, Json]]:
         """By name of each function that may be called: the field that has its parameters, and their JSON Schema."""
         return {
-            function.name: (("tools", index, *self.place, "parameters"), _arguments(function.parameters))
+            function.name: (("tools", index, *self.place, self.schema), _arguments(function.parameters))
             for index, function in self.functions.items()
             if not self.named or function.name == self.choice
         }
@@ -260,7 +263,7 @@ AnyChoice = str | NamingChoice | None
 def chat_tools(tools: Sequence[ChatTool | OtherTool] | None, choice: AnyChoice, *, parallel: bool | None) -> Tools:
     """The functions of a chat completion, which may be called."""
     functions = {index: tool.function for index, tool in enumerate(tools or ()) if isinstance(tool, ChatTool)}
-    return _tools_of(functions, ("function",), choice, parallel=parallel is not False)
+    return tools_of(functions, ("function",), choice, parallel=parallel is not False)
 
 
 def response_tools(
@@ -268,10 +271,11 @@ def response_tools(
 ) -> Tools:
     """The functions of a response."""
     functions = {index: tool for index, tool in enumerate(tools or ()) if isinstance(tool, ResponseTool)}
-    return _tools_of(functions, (), choice, parallel=parallel is not False)
+    return tools_of(functions, (), choice, parallel=parallel is not False)
 
 
-def _tools_of(functions: Mapping[int, Function], place: FieldPath, choice: AnyChoice, *, parallel: bool) -> Tools:
+def tools_of(functions: Mapping[int, Function], place: FieldPath, choice: AnyChoice, *, parallel: bool) -> Tools:
+    """The functions of a request, by their place in ``tools``, and what it says about calls of them."""
     known: dict[str, int] = {}
     for index, function in functions.items():
         if (first := known.setdefault(function.name, index)) != index:

@@ -94,7 +94,7 @@ class Access:
             if message["type"] == "http.response.start":
                 response_started = True
                 answered = MutableHeaders(scope=message)
-                answered["x-request-id"] = own_id
+                answered["x-request-id"] = answered["request-id"] = own_id  # the latter is Anthropic's
                 answered.setdefault("content-security-policy", NOT_FRAMED)
             await send(message)
 
@@ -102,7 +102,7 @@ class Access:
         if scope["method"] == "HEAD":  # uvicorn drops the body of the answer
             scope = {**scope, "method": "GET"}
         if refusal is not None:
-            await refusal(scope, receive, send_with_id)
+            await refusal.response(scope)(scope, receive, send_with_id)
             return
         try:
             await self._app(scope, receive, send_with_id)
@@ -110,18 +110,18 @@ class Access:
             logger.exception("request %s failed", own_id)
             if not response_started:
                 message = f"{type(error).__name__}: {error}"
-                answer = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="internal_error").response()
+                answer = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="internal_error").response(scope)
                 await answer(scope, receive, send_with_id)
 
-    def _refusal(self, route: str, method: str, headers: Headers) -> ASGIApp | None:
-        """The answer to a request that may not reach the application."""
+    def _refusal(self, route: str, method: str, headers: Headers) -> ApiError | None:
+        """What refuses a request that may not reach the application."""
         if route in OPEN_ROUTES:
             return None
         wrong_key = None if PAGE.fullmatch(route) else self._wrong_key(headers)
         unasked = None if method in READS else _unasked(headers)
         return self._wrong_host(headers) or wrong_key or unasked or _wrong_encoding(headers)
 
-    def _wrong_host(self, headers: Headers) -> ASGIApp | None:
+    def _wrong_host(self, headers: Headers) -> ApiError | None:
         """The refusal of a request whose header Host names another machine.
 
         It protects from DNS rebinding: a web page lets its own domain name resolve to this machine. Then the browser
@@ -134,21 +134,22 @@ class Access:
             f"the header Host names {host[:100]!r}, and this server, which has no API key, answers "
             f"{', '.join(sorted(self._hosts))} alone; start it with --allowed-origins or --api-key"
         )
-        return ApiError(HTTPStatus.FORBIDDEN, message, code="invalid_host", headers=_closing(headers)).response()
+        return ApiError(HTTPStatus.FORBIDDEN, message, code="invalid_host", headers=_closing(headers))
 
-    def _wrong_key(self, headers: Headers) -> ASGIApp | None:
+    def _wrong_key(self, headers: Headers) -> ApiError | None:
         """The refusal of a request without the key."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        is_bearer = scheme.lower() == "bearer"
-        sent = key.strip(" \t").encode("latin-1")  # a bare strip() would take 0xA0 and 0x85 too, which end characters
-        if self._key is None or (is_bearer and hmac.compare_digest(sent, self._key)):
+        sent = [*headers.getlist("x-api-key"), *([key] if scheme.lower() == "bearer" else [])]
+        # A bare strip() would take 0xA0 and 0x85 too, which end characters.
+        keys = [each.strip(" \t").encode("latin-1") for each in sent]
+        if self._key is None or any(hmac.compare_digest(each, self._key) for each in keys):
             return None
-        message = "the API key is missing or wrong; send it in the header Authorization: Bearer KEY"
+        message = "the API key is missing or wrong; send it in the header Authorization: Bearer KEY, or x-api-key: KEY"
         challenge = {"WWW-Authenticate": "Bearer", **_closing(headers)}
-        return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key", headers=challenge).response()
+        return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key", headers=challenge)
 
 
-def _unasked(headers: Headers) -> ASGIApp | None:
+def _unasked(headers: Headers) -> ApiError | None:
     """The refusal of a web page's request that its browser has sent without asking, whatever the page's origin.
 
     For JSON alone a browser first asks ``allow_origins``. It names the origin in each request that is no read.
@@ -158,11 +159,11 @@ def _unasked(headers: Headers) -> ASGIApp | None:
     try:
         check_json(headers)
     except ApiError as error:
-        return ApiError(error.status, error.message, code=error.code, headers=_closing(headers)).response()
+        return ApiError(error.status, error.message, code=error.code, headers=_closing(headers))
     return None
 
 
-def _wrong_encoding(headers: Headers) -> ASGIApp | None:
+def _wrong_encoding(headers: Headers) -> ApiError | None:
     """The refusal of a request with a compressed body."""
     encodings = {part.strip().lower() for part in ",".join(headers.getlist("content-encoding")).split(",")}
     if encodings <= {"", "identity"}:
@@ -171,7 +172,7 @@ def _wrong_encoding(headers: Headers) -> ASGIApp | None:
         f"the body has Content-Encoding {', '.join(sorted(encodings - {''}))[:100]!r}; send it as it is, without one"
     )
     hint = {"Accept-Encoding": "identity", **_closing(headers)}
-    return ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_encoding", headers=hint).response()
+    return ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_encoding", headers=hint)
 
 
 def _closing(headers: Headers) -> Mapping[str, str]:

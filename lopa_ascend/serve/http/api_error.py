@@ -1,16 +1,18 @@
-"""Errors of the HTTP API, which all have OpenAI's form ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors of the HTTP API. They have OpenAI's form ``{"error": {"message", "type", "param", "code"}}``, or on the routes
+of Anthropic's API its form ``{"type": "error", "error": {"type", "message", "details"}, "request_id"}``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from lopa_ascend.config import ContextLengthError, ParameterError
 
@@ -31,6 +33,15 @@ TYPES = {
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
 """``type`` by status. For other statuses it is "invalid_request_error" (4xx) or "server_error" (5xx)."""
+MESSAGES = "/v1/messages"
+"""Where Anthropic's API begins."""
+MESSAGES_TYPES = {
+    **TYPES,
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+"""``type`` by status, there; for others "invalid_request_error" or "api_error"."""
 
 
 class ErrorDetail(BaseModel):
@@ -42,6 +53,27 @@ class ErrorDetail(BaseModel):
 
 class ErrorBody(BaseModel):
     error: ErrorDetail
+
+
+class MessagesErrorCode(BaseModel):
+    error_code: str
+
+
+class MessagesErrorDetail(BaseModel):
+    type: str
+    message: str
+    details: MessagesErrorCode
+
+
+class MessagesErrorBody(BaseModel):
+    type: Literal["error"] = "error"
+    error: MessagesErrorDetail
+    request_id: str | None
+
+
+def error_body(route: str) -> type[ErrorBody | MessagesErrorBody]:
+    """The form of a route's errors."""
+    return MessagesErrorBody if route == MESSAGES or route.startswith(f"{MESSAGES}/") else ErrorBody
 
 
 class ApiError(Exception):
@@ -69,15 +101,29 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The answer's JSON."""
+        """The answer's JSON in OpenAI's form."""
         other = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
         error_type = TYPES.get(HTTPStatus(self.status), other)
         param = None if self.param is None else _shortened(self.param)
         detail = ErrorDetail(message=_shortened(self.message), type=error_type, param=param, code=self.code)
         return ErrorBody(error=detail).model_dump()
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status, self.headers)
+    def messages_body(self, request_id: str | None = None) -> dict[str, Any]:
+        """The answer's JSON in Anthropic's form."""
+        other = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
+        error_type = MESSAGES_TYPES.get(HTTPStatus(self.status), other)
+        code = MessagesErrorCode(error_code=self.code)
+        # By these words Claude Code knows that it must shorten the conversation.
+        known_by = "prompt is too long: " if self.code == "context_length_exceeded" else ""
+        detail = MessagesErrorDetail(type=error_type, message=_shortened(known_by + self.message), details=code)
+        return MessagesErrorBody(error=detail, request_id=request_id).model_dump()
+
+    def response(self, scope: Scope) -> JSONResponse:
+        """The answer to a request, whose route decides the form."""
+        route = scope["path"].removeprefix(scope.get("root_path", ""))
+        is_of_messages = error_body(route) is MessagesErrorBody
+        body = self.messages_body(scope["state"]["request_id"]) if is_of_messages else self.body()
+        return JSONResponse(body, self.status, self.headers)
 
 
 def _shortened(text: str) -> str:
@@ -90,21 +136,21 @@ def unavailable(message: str, code: str = "service_unavailable") -> ApiError:
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code=code, headers=headers)
 
 
-def _on_api_error(_: Request, error: Exception) -> Response:
+def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.scope)
 
 
-def _on_parameter_error(_: Request, error: Exception) -> Response:
+def _on_parameter_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ParameterError)
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
-    return ApiError(HTTPStatus.BAD_REQUEST, str(error), param=error.param, code=code).response()
+    return ApiError(HTTPStatus.BAD_REQUEST, str(error), param=error.param, code=code).response(request.scope)
 
 
 def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message, code = f"{error.detail}: {request.method} {request.url.path}", HTTPStatus(error.status_code).name.lower()
-    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+    return ApiError(error.status_code, message, code=code, headers=error.headers).response(request.scope)
 
 
 def _on_disconnect(_: Request, __: Exception) -> Response:

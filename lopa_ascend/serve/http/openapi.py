@@ -17,7 +17,7 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from lopa_ascend.config import DecodingParams, Limits
 from lopa_ascend.serve.http.access import OPEN_ROUTES
-from lopa_ascend.serve.http.api_error import ErrorBody
+from lopa_ascend.serve.http.api_error import error_body
 
 TEXT_WITHOUT_NUL = r"^[^\u0000]*$"
 SCHEMAS = "#/components/schemas/{model}"
@@ -32,9 +32,9 @@ def events(description: str) -> dict[str, Any]:
     return {"text/event-stream": {"schema": event}}
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors that a route may answer with, for its ``responses``."""
-    return {status: {"model": ErrorBody} for status in statuses}
+def errors(*statuses: int, route: str = "") -> dict[int | str, dict[str, Any]]:
+    """The errors that a route may answer with, for its ``responses``. Its path is needed if that decides their form."""
+    return {status: {"model": error_body(route)} for status in statuses}
 
 
 def body_of(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _limit_values(properties: dict[str, Any], limits: Limits) -> None:
     parameters = DecodingParams.parameters()
     for name, maximum in limits.maxima().items():
         for field in properties.keys() & {name, *parameters[name].aliases}:
-            properties[field]["maximum"] = maximum
+            properties[field].setdefault("maximum", maximum)  # a route may take more, and give less
     for field in properties.keys() & {"prompt", "tokens", "eos_token_id", "bad_words"}:
         _limit_token_ids(properties[field], limits.vocab_size - 1)
 
@@ -122,11 +122,13 @@ def _refuse_nul(schema: Any) -> None:
 def _finish_operations(schema: dict[str, Any], with_key: bool) -> None:
     """Removes FastAPI's 422 from every route; adds the API key and its 401 where a key is needed."""
     if with_key:
-        schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    error = {"application/json": {"schema": {"$ref": SCHEMAS.format(model=ErrorBody.__name__)}}}
+        own_header = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+        schemes = {"key": {"type": "http", "scheme": "bearer"}, "x-api-key": own_header}
+        schema["components"]["securitySchemes"] = schemes
     for path, operations in schema["paths"].items():
+        error = {"application/json": {"schema": {"$ref": SCHEMAS.format(model=error_body(path).__name__)}}}
         for operation in operations.values():
             operation["responses"].pop("422", None)
             if with_key and path not in OPEN_ROUTES:
-                operation["security"] = [{"key": []}]
+                operation["security"] = [{"key": []}, {"x-api-key": []}]
                 operation["responses"]["401"] = {"description": "Unauthorized", "content": error}

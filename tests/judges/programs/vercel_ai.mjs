@@ -1,5 +1,6 @@
-// Conversations through the Vercel AI SDK: chat completions and responses. Arguments and output are those of
+// Conversations through the Vercel AI SDK: chat completions, responses and messages. Arguments and output are those of
 // conversation.py.
+import { createAnthropic } from '@ai-sdk/anthropic';
 import { createOpenAI } from '@ai-sdk/openai';
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible';
 import { convertToModelMessages, generateText, readUIMessageStream, streamText, toUIMessageStream } from 'ai';
@@ -7,12 +8,14 @@ import { convertToModelMessages, generateText, readUIMessageStream, streamText, 
 const [url, model, questions] = process.argv.slice(2);
 const openai = createOpenAI({ baseURL: `${url}/v1`, apiKey: 'none' });
 const compatible = createOpenAICompatible({ name: 'lopa', baseURL: `${url}/v1`, includeUsage: true });
+const anthropic = createAnthropic({ baseURL: `${url}/v1`, apiKey: 'none' });
 
 // By case: the model, and the SDK's options for it.
 const models = {
   chat: [openai.chat(model)],
   compatible: [compatible(model)],
   responses: [openai.responses(model), { openai: { store: false } }],
+  messages: [anthropic(model)],
   'responses, stored': [openai.responses(model)], // the SDK's default: earlier answers by their ids alone
 };
 

@@ -1,4 +1,5 @@
 // Answers in a form through the Vercel AI SDK, with zod's records. Arguments and output are those of structured.py.
+import { createAnthropic } from '@ai-sdk/anthropic';
 import { createOpenAI } from '@ai-sdk/openai';
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible';
 import { generateText, Output, streamText, tool } from 'ai';
@@ -7,7 +8,13 @@ import { z } from 'zod';
 const [url, model] = process.argv.slice(2);
 const openai = createOpenAI({ baseURL: `${url}/v1`, apiKey: 'none' });
 const compatible = createOpenAICompatible({ name: 'lopa', baseURL: `${url}/v1`, supportsStructuredOutputs: true });
-const models = { chat: openai.chat(model), compatible: compatible(model), responses: openai.responses(model) };
+const anthropic = createAnthropic({ baseURL: `${url}/v1`, apiKey: 'none' });
+const models = {
+  chat: openai.chat(model),
+  compatible: compatible(model),
+  responses: openai.responses(model),
+  messages: anthropic(model),
+};
 const prompt = 'Tom has 12 apples and buys 30 more. How many apples does he have?';
 
 const unit = z.enum(['apples', 'boxes']);
