@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 import lopa_ascend
 from lopa_ascend.demo import EXAMPLES
@@ -18,7 +19,7 @@ from lopa_ascend.serve.api.completions import Completion, CompletionRequest
 from lopa_ascend.serve.api.decisions import DecisionRequest, Decisions
 from lopa_ascend.serve.api.infill import Infill, InfillRequest
 from lopa_ascend.serve.api.messages import MessageObject, MessagesRequest
-from lopa_ascend.serve.api.request import AnsweredRequest, GenerationRequest
+from lopa_ascend.serve.api.request import AnsweredRequest
 from lopa_ascend.serve.api.responses import ResponseObject, ResponseRequest
 from lopa_ascend.serve.api.score import ScoreRequest, Scores
 from lopa_ascend.serve.diffusion import DiffusionChatRequest, DiffusionCompletionRequest
@@ -32,8 +33,6 @@ from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.profiling import StartProfileRequest, StopProfileRequest, add_profiling
 from lopa_ascend.serve.tokens import DetokenizeRequest, TokenizeRequest, add_tokenizer
 from lopa_ascend.serve.view import add_view
-
-Decorator = Callable[[Callable[[Request], Awaitable[Response]]], Callable[[Request], Awaitable[Response]]]
 
 BODIES = (
     CompletionRequest,
@@ -83,64 +82,80 @@ def create_app(clients: Sequence[EngineClient], address: str | None = None) -> F
     return app
 
 
+class TextRoute(NamedTuple):
+    """A route whose answers the endpoint generates."""
+
+    path: str
+    name: str
+    body: type[AnsweredRequest]
+    whole: type[BaseModel] | None
+    """The answer that is not streamed; None: every answer is streamed."""
+    events: str | None
+    """What the events of a stream are; None: no answer is streamed."""
+    description: str
+
+
+TEXT_ROUTES = (
+    TextRoute(
+        *("/v1/completions", "completions", CompletionRequest, Completion, answer.EVENTS),
+        "Text that continues prompts.",
+    ),
+    TextRoute(
+        *("/v1/chat/completions", "chat_completions", ChatRequest, ChatCompletion, answer.EVENTS),
+        "The next message of a conversation.",
+    ),
+    TextRoute(
+        *("/v1/responses", "create_response", ResponseRequest, ResponseObject, responses.EVENTS),
+        "The next message of a conversation, in OpenAI's Responses API. Nothing is kept.",
+    ),
+    TextRoute(
+        *(MESSAGES, "create_message", MessagesRequest, MessageObject, messages.EVENTS),
+        "The next message of a conversation, in Anthropic's Messages API. Nothing is kept.",
+    ),
+    TextRoute(*("/v1/infill", "infill", InfillRequest, Infill, answer.EVENTS), "A text with gaps, which are filled."),
+    TextRoute(
+        *("/score", "score", ScoreRequest, Scores, None),
+        "How probable given texts are after a prompt, in one forward pass.",
+    ),
+    *(
+        TextRoute(
+            *(path, "decisions", DecisionRequest, Decisions, None),
+            "How probable the answers to questions about a state are, in one forward pass for each question.",
+        )
+        for path in ("/v1/decisions", "/v1/systemone")
+    ),
+    TextRoute(
+        *("/v1/diffusion/completions", "diffusion_completions", DiffusionCompletionRequest, None, diffusion.EVENTS),
+        "As /v1/completions, with an event for every forward pass. The answer is always streamed.",
+    ),
+    TextRoute(
+        *("/v1/diffusion/chat/completions", "diffusion_chat_completions", DiffusionChatRequest),
+        *(None, diffusion.EVENTS),
+        "As /v1/chat/completions, with an event for every forward pass. The answer is always streamed.",
+    ),
+)
+
+
 def _add_generation(app: FastAPI, endpoint: Endpoint) -> None:
-    statuses = (*READING, 404, 500, 504)
+    for route in TEXT_ROUTES:
+        documented = errors(*READING, 404, 500, 504, route=route.path)
+        if route.events is not None:
+            documented[200] = {"content": events(route.events)}
+        app.add_api_route(
+            route.path,
+            _answering(endpoint, route.body),
+            methods=["POST"],
+            name=route.name,
+            description=route.description,
+            response_model=route.whole,
+            response_class=JSONResponse if route.whole else StreamingResponse,
+            responses=documented,
+            openapi_extra=body_of(route.body),
+        )
 
-    def text_route(
-        path: str, body: type[GenerationRequest], whole: type[BaseModel], stream: str = answer.EVENTS
-    ) -> Decorator:
-        documented = {**errors(*statuses, route=path), 200: {"content": events(stream)}}
-        return app.post(path, response_model=whole, responses=documented, openapi_extra=body_of(body))
 
-    def whole_route(path: str, body: type[AnsweredRequest], whole: type[BaseModel]) -> Decorator:
-        return app.post(path, response_model=whole, responses=errors(*statuses), openapi_extra=body_of(body))
+def _answering(endpoint: Endpoint, body: type[AnsweredRequest]) -> Callable[[Request], Awaitable[Response]]:
+    async def answered(request: Request) -> Response:
+        return await endpoint.answer(request, body)
 
-    def diffusion_route(path: str, body: type[GenerationRequest]) -> Decorator:
-        documented = {**errors(*statuses), 200: {"content": events(diffusion.EVENTS)}}
-        return app.post(path, response_class=StreamingResponse, responses=documented, openapi_extra=body_of(body))
-
-    @text_route("/v1/completions", CompletionRequest, Completion)
-    async def completions(request: Request) -> Response:
-        """Text that continues prompts."""
-        return await endpoint.answer(request, CompletionRequest)
-
-    @text_route("/v1/chat/completions", ChatRequest, ChatCompletion)
-    async def chat_completions(request: Request) -> Response:
-        """The next message of a conversation."""
-        return await endpoint.answer(request, ChatRequest)
-
-    @text_route("/v1/responses", ResponseRequest, ResponseObject, responses.EVENTS)
-    async def create_response(request: Request) -> Response:
-        """The next message of a conversation, in OpenAI's Responses API. Nothing is kept."""
-        return await endpoint.answer(request, ResponseRequest)
-
-    @text_route(MESSAGES, MessagesRequest, MessageObject, messages.EVENTS)
-    async def create_message(request: Request) -> Response:
-        """The next message of a conversation, in Anthropic's Messages API. Nothing is kept."""
-        return await endpoint.answer(request, MessagesRequest)
-
-    @text_route("/v1/infill", InfillRequest, Infill)
-    async def infill(request: Request) -> Response:
-        """A text with gaps, which are filled."""
-        return await endpoint.answer(request, InfillRequest)
-
-    @whole_route("/score", ScoreRequest, Scores)
-    async def score(request: Request) -> Response:
-        """How probable given texts are after a prompt, in one forward pass."""
-        return await endpoint.answer(request, ScoreRequest)
-
-    @whole_route("/v1/systemone", DecisionRequest, Decisions)
-    @whole_route("/v1/decisions", DecisionRequest, Decisions)
-    async def decisions(request: Request) -> Response:
-        """How probable the answers to questions about a state are, in one forward pass for each question."""
-        return await endpoint.answer(request, DecisionRequest)
-
-    @diffusion_route("/v1/diffusion/completions", DiffusionCompletionRequest)
-    async def diffusion_completions(request: Request) -> Response:
-        """As /v1/completions, with an event for every forward pass. The answer is always streamed."""
-        return await endpoint.answer(request, DiffusionCompletionRequest)
-
-    @diffusion_route("/v1/diffusion/chat/completions", DiffusionChatRequest)
-    async def diffusion_chat_completions(request: Request) -> Response:
-        """As /v1/chat/completions, with an event for every forward pass. The answer is always streamed."""
-        return await endpoint.answer(request, DiffusionChatRequest)
+    return answered
