@@ -33,6 +33,7 @@ from lopa_ascend.serve.api.tools import (
     ResponseToolChoice,
     Tools,
     note_others,
+    refuse_type,
     template_call,
     tools_of,
 )
@@ -256,7 +257,9 @@ class MessagesRequest(GenerationRequest):
         if isinstance(choice, dict) and choice.get("type") == "none":
             values.pop("tools", None)
         elif isinstance(tools := values.get("tools"), list):
-            note_others(tools, "custom")
+            others = note_others(tools, "custom")
+            if others and len(others) == len(tools):  # asks for what the server's tool finds
+                refuse_type("tools[0].type", others[0]["type"], "custom")
 
     def as_template_input(self) -> list[Json]:
         """The conversation as the chat template takes it."""

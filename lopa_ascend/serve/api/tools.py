@@ -109,11 +109,12 @@ AnyChatTool = Annotated[Annotated[ChatTool, Tag("[function]")] | Other, Discrimi
 AnyResponseTool = Annotated[Annotated[ResponseTool, Tag("[function]")] | Other, Discriminator(_kind_of_tool)]
 
 
-def note_others(tools: Sequence[Any], own: str = "function") -> None:
-    """Warns of tools that are no functions, whose type is ``own``."""
+def note_others(tools: Sequence[Any], own: str = "function") -> list[Any]:
+    """Warns of tools that are no functions, whose type is ``own``, and returns them."""
     others = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") not in (None, own)]
     if others:
         warn_once(", ".join(shown(f"{tool['type']} {tool.get('name', '')}".strip()) for tool in others))
+    return others
 
 
 @lru_cache(maxsize=32)
@@ -121,7 +122,7 @@ def warn_once(names: str) -> None:
     logger.warning("left out of requests, of which the model is told functions alone: %s", names)
 
 
-def _refuse_type(field: str, kind: object, own: str = "function") -> None:
+def refuse_type(field: str, kind: object, own: str = "function") -> None:
     raise unsupported(field, f"must be {own!r}, got {shown(kind)}", "describe it as a function, and call it")
 
 
@@ -176,7 +177,7 @@ def _kind_of_choice(choice: Any) -> str:
 
 def _check_kind(choice: Any) -> Any:
     if isinstance(choice, dict) and choice.get("type") not in (None, "function", "allowed_tools"):
-        _refuse_type("type", choice["type"])
+        refuse_type("type", choice["type"])
     return choice
 
 
