@@ -186,7 +186,7 @@ def test_tools_that_anthropic_defines_are_left_out():
     assert not parsed(tools=[search], tool_choice={"type": "none"}).callable.functions
 
 
-def content(*blocks: dict[str, Any], role: str = "user") -> dict[str, Any]:
+def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": [*blocks]}, *HELLO]}
 
 
@@ -200,6 +200,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "send text alone",
     ),
     "other role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'user'"),
+    "roles": ({"messages": [{"role": ["user"], "content": []}]}, "messages[0].role", "'user'"),
+    "no block": (content(7), "messages[0].content[0].type", "must be 'text'"),
+    "types": (content({"type": ["text"]}), "messages[0].content[0].type", "must be 'text'"),
     "block without type": (content({"text": "x"}), "messages[0].content[0].type", "must be 'text'"),
     "unknown field of a block": (content(text("x", sure=1)), "messages[0].content[0].sure", "unknown field"),
     "no id": (content({"type": "tool_result"}), "messages[0].content[0].tool_use_id", "missing"),
@@ -235,10 +238,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize(("fields", "param", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_is_refused_is_named(fields: dict[str, Any], param: str, words: str):
-    with pytest.raises((ApiError, ParameterError)) as refused:
+    kinds: Any = (ApiError, ParameterError)
+    with pytest.raises(kinds) as refused:
         choice(**fields)
-    assert refused.value.param == param
-    assert words in refused.value.message
+    found: Any = refused.value
+    assert found.param == param
+    assert words in found.message
 
 
 def test_a_budget_that_a_decoding_cannot_hold_is_named():

@@ -57,6 +57,8 @@ BILLING = "x-anthropic-billing-header:"
 model: it differs in every request, so that no two would have a common beginning in the prefix cache."""
 SIGNATURE = "unsigned"
 """Clients send a block of thinking back only with a signature."""
+MAX_SYSTEM = 2**10
+"""Most blocks of the system's text."""
 MODES = {"auto": "auto", "any": "required", "none": "none"}
 """The types of ``tool_choice`` that name no tool, and what ``Tools`` calls them."""
 
@@ -112,9 +114,13 @@ BLOCKS = {
 """Types of the blocks of a message, by its role."""
 
 
-def _kind_of(block: Any) -> str:
-    """The tag of a block's type, in the form in which locations of errors leave it out."""
-    return f"[{block.get('type') if isinstance(block, dict) else getattr(block, 'type', None)}]"
+def _kind_of(block: Any) -> Any:
+    return block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+
+
+def _tag_of(block: Any) -> str:
+    """The tag of a block, in the form in which locations of errors leave it out."""
+    return f"[{_kind_of(block)}]"
 
 
 AnyBlock = (
@@ -124,7 +130,7 @@ AnyBlock = (
     | Annotated[ThinkingBlock, Tag("[thinking]")]
     | Annotated[RedactedBlock, Tag("[redacted_thinking]")]
 )
-Blocks = Annotated[list[Annotated[AnyBlock, Discriminator(_kind_of)]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+Blocks = Annotated[list[Annotated[AnyBlock, Discriminator(_tag_of)]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class Turn(Body):
@@ -141,11 +147,10 @@ class Turn(Body):
     @classmethod
     def tidy(cls, values: dict[str, Any]) -> None:
         role, content = values.get("role"), values.get("content")
-        if role not in BLOCKS or not isinstance(content, list):
+        if not isinstance(role, str) or role not in BLOCKS or not isinstance(content, list):
             return
         for index, block in enumerate(content):
-            kind = block.get("type") if isinstance(block, dict) else "text"
-            if kind not in BLOCKS[role]:
+            if (kind := _kind_of(block)) not in BLOCKS[role]:
                 message = f"must be {' or '.join(map(repr, BLOCKS[role]))} in a message of the role {role!r}"
                 instead = None if kind is None or kind in BLOCKS["assistant"] else "send text alone"
                 raise unsupported(f"content[{index}].type", f"{message}, got {shown(kind)}", instead)
@@ -169,14 +174,12 @@ class MessageTool(Function):
     parameters: Parameters = Field(alias="input_schema", description="JSON Schema of the input, an object.")
 
 
-def _kind_of_tool(tool: Any) -> str:
-    """The tag of a tool, as that of a block."""
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "[custom]" if kind in (None, "custom") else "[other]"
+def _tag_of_tool(tool: Any) -> str:
+    return "[custom]" if _kind_of(tool) in (None, "custom") else "[other]"
 
 
 AnyTool = Annotated[
-    Annotated[MessageTool, Tag("[custom]")] | Annotated[OtherTool, Tag("[other]")], Discriminator(_kind_of_tool)
+    Annotated[MessageTool, Tag("[custom]")] | Annotated[OtherTool, Tag("[other]")], Discriminator(_tag_of_tool)
 ]
 
 
@@ -224,7 +227,7 @@ class MessagesRequest(GenerationRequest):
     is_conversation = True
 
     messages: Annotated[list[Turn], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = Field(
+    system: str | Annotated[list[TextPart], Field(max_length=MAX_SYSTEM, fail_fast=True)] | None = Field(
         None, description="A system message before the others. Blocks are joined by line breaks."
     )
     max_tokens: int | None = Field(
