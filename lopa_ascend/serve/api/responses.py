@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, Tag
 
 from lopa_ascend.config.files import shown
 from lopa_ascend.core import Request
@@ -37,6 +37,7 @@ from lopa_ascend.serve.api.tools import (
     AnyResponseTool,
     CallItem,
     Calls,
+    LeftOut,
     OtherTool,
     ResponseTool,
     Tools,
@@ -100,10 +101,8 @@ class OtherCallItem(Body):
         return template_call(self.call_id, self.name, json.dumps(self.action or {"input": self.input}))
 
 
-class OtherItem(Body):
+class OtherItem(LeftOut):
     """What Codex and other servers add to a conversation, and this model can make nothing of."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["additional_tools", "web_search_call"] = Field(description="Left out, with a warning in the log.")
 

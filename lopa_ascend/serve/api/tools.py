@@ -90,10 +90,18 @@ class ResponseTool(Function):
     type: Literal["function"]
 
 
-class OtherTool(Body):
-    """A tool that is no function, as Codex and others always send. The model can call none, so it is not told of it."""
+class LeftOut(Body):
+    """What may have any fields, because it is left out."""
 
     model_config = ConfigDict(extra="allow")
+
+    @classmethod
+    def complete_schema(cls, schema: dict[str, Any]) -> None:
+        schema["additionalProperties"] = True
+
+
+class OtherTool(LeftOut):
+    """A tool that is no function, as Codex and others always send. The model can call none, so it is not told of it."""
 
     type: str = Field(description="Left out, with a warning in the log.")
 
