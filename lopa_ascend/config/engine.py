@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lopa_ascend.config.decoding import GraphParams
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import INT64_MAX, AnyText, Boolean, Bytes, Choice, Choices, Integer, Number
+from lopa_ascend.config.model import ModelConfig
 from lopa_ascend.config.settings import DERIVED, Section, check_settings, declare, settings
 
 GRAPH_MODES_BY_DEVICE = {
@@ -216,6 +217,26 @@ class EngineConfig:
     def int8_layers(self) -> frozenset[str]:
         """Those of INT8_LAYERS that this configuration quantises."""
         return frozenset() if self.quantization is None else frozenset(INT8_LAYERS) - {*self.quantization_exclude}
+
+    def check_split(self, model: ModelConfig) -> None:
+        """Raises ParameterError if ``tensor_parallel_size`` ranks cannot split a model."""
+        size, sizes = self.tensor_parallel_size, model.tensor_parallel_sizes()
+        if size not in sizes:
+            choices = ", ".join(map(str, sizes))
+            message = f"{size} does not split this model evenly; choose one of {choices}"
+            raise ParameterError("tensor_parallel_size", message)
+
+    def longest_sequence(self, model: ModelConfig) -> int:
+        """Positions of the longest sequence: ``max_model_len``, or by default what a model allows and a server can use.
+
+        Raises:
+            ParameterError: the model has fewer positions.
+        """
+        limit = model.max_position_embeddings
+        if self.max_model_len is not None and self.max_model_len > limit:
+            message = f"must be from 1 to the model's {limit} positions, got {self.max_model_len}"
+            raise ParameterError("max_model_len", message)
+        return self.max_model_len or min(limit, DEFAULT_MODEL_LEN)
 
     def batched_tokens(self, max_model_len: int) -> int:
         """Tokens that a rank computes in a step, at most.

@@ -12,7 +12,6 @@ from lopa_ascend.backend import find_device
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.checkpoint import with_dtype
 from lopa_ascend.config import DecodingParams, EngineConfig, Limits, ModelConfig, ParameterError
-from lopa_ascend.config.engine import DEFAULT_MODEL_LEN
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.models import ModelSource, open_model
 from lopa_ascend.families import FAMILIES
@@ -71,7 +70,7 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     ops = device.load_ops(config)
     model_source = open_model(path, config, ops.device)
     model = model_source.config
-    _check_split(config, model)
+    config.check_split(model)
     tokenizer, eos_token_ids = load_vocabulary(path, model.vocab_size), model.eos_token_ids
     if tokenizer is not None:
         check_special_ids(tokenizer, path, model.mask_token_id, eos_token_ids)
@@ -104,29 +103,12 @@ def _check_profile_dir(config: EngineConfig) -> None:
         raise ParameterError("profile_dir", f"this user may not write to {config.profile_dir}")
 
 
-def _check_split(config: EngineConfig, model: ModelConfig) -> None:
-    size, sizes = config.tensor_parallel_size, model.tensor_parallel_sizes()
-    if size not in sizes:
-        choices = ", ".join(map(str, sizes))
-        message = f"{size} does not split this model evenly; choose one of {choices}"
-        raise ParameterError("tensor_parallel_size", message)
-
-
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """The configured length, or by default what the model allows and a server can use.
-
-    Raises:
-        ParameterError: the model has fewer positions.
-    """
-    limit = model.max_position_embeddings
-    if config.max_model_len is None:
-        if limit > DEFAULT_MODEL_LEN:
-            logger.info("max_model_len is %d; the model allows up to %d positions", DEFAULT_MODEL_LEN, limit)
-        return min(limit, DEFAULT_MODEL_LEN)
-    if config.max_model_len > limit:
-        message = f"must be from 1 to the model's {limit} positions, got {config.max_model_len}"
-        raise ParameterError("max_model_len", message)
-    return config.max_model_len
+    """``EngineConfig.longest_sequence``; tells the user if the model allows more."""
+    chosen, limit = config.longest_sequence(model), model.max_position_embeddings
+    if config.max_model_len is None and limit > chosen:
+        logger.info("max_model_len is %d; the model allows up to %d positions", chosen, limit)
+    return chosen
 
 
 # ---- with the weights loaded ---------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from typing import Any
 
 from lopa_ascend.backend import find_device
 from lopa_ascend.config import ConfigError, EngineConfig, ModelConfig, ParameterError
-from lopa_ascend.config.engine import DEFAULT_MODEL_LEN
 from lopa_ascend.config.files import read_json_object
 from lopa_ascend.config.int8_files import CONFIG_FIELD, modelslim_descriptions, uses_compressed_tensors
 from lopa_ascend.config.kinds import format_size
@@ -21,8 +20,6 @@ from lopa_ascend.families.table import sizes_of
 from lopa_ascend.kv.pages import page_bytes, pages_for
 from lopa_ascend.model.registry import find_model
 
-SHORT_MODEL_LEN = 2048
-"""Positions that are enough for many uses, where more do not fit."""
 SCORED_ROWS = 512
 """Rows of logits that are there at a time, each with two float32 numbers beside it: see ``runner/scoring.py``."""
 _ASK_DEVICE = """
@@ -93,13 +90,14 @@ def check_fit(name: str, engine: EngineConfig, directory: Path, stored: int) -> 
     if need.total <= free:
         return f"{need}; {a_rank}"
     problem = f"{name} does not fit: {need}, and {a_rank}"
-    tried = list(_alternatives(engine, found, directory))
-    for settings, other in tried:
+    least, remedy = need.total, ""
+    for settings, other in _alternatives(engine, found, directory):
         if other.total <= free:
-            raise ParameterError("model", f"{problem}; choose {settings}, which takes {format_size(other.total)}")
-    settings, least = min(tried, key=lambda item: item[1].total, default=("", need))
-    smallest = f"; nor does it with {settings}: {format_size(least.total)}" if settings else ""
-    raise ParameterError("model", problem + smallest)
+            remedy = f"; choose {settings}, which takes {format_size(other.total)}"
+            break
+        if other.total < least:
+            least, remedy = other.total, f"; nor does it with {settings}: {format_size(other.total)}"
+    raise ParameterError("model", problem + remedy)
 
 
 def _read(name: str, directory: Path, stored: int) -> _Found:
@@ -119,7 +117,8 @@ def _read(name: str, directory: Path, stored: int) -> _Found:
 
 
 def _check_device(engine: EngineConfig, found: _Found, directory: Path) -> None:
-    """Refuses what the device cannot run, as the engine will."""
+    """Refuses what the ranks or the device cannot run, as the engine will."""
+    engine.check_split(found.config)
     model = found.config if engine.dtype == "auto" else replace(found.config, dtype=engine.dtype)
     has_int8 = found.is_int8 or engine.quantization is not None
     find_device(engine.device).check_model(engine, model, directory, has_int8=has_int8)
@@ -136,7 +135,7 @@ def _need(engine: EngineConfig, found: _Found) -> _Need:
     else:
         tensors = found.family.tensors(model)
         weights = tensors.num_bytes(item, tensors.int8_modules(engine.int8_layers()), tp)
-    positions = min(engine.max_model_len or DEFAULT_MODEL_LEN, model.max_position_embeddings)
+    positions = engine.longest_sequence(model)
     pages = engine.kv_cache_memory or pages_for(positions) * page_bytes(model.kv_shape(tp), item)
     is_w8a8 = found.is_int8 or engine.quantization is not None
     step = _step_bytes(model, engine.batched_tokens(positions), item, tp)
@@ -166,7 +165,7 @@ def _free_memory(engine: EngineConfig) -> int:
     asked = subprocess.run([sys.executable, "-c", _ASK_DEVICE, engine.device], capture_output=True, text=True)
     if asked.returncode:
         raise ParameterError(
-            "device", f"{engine.device} cannot be asked for its memory: {asked.stderr.strip().rpartition(chr(10))[2]}"
+            "device", f"{engine.device} cannot be asked for its memory: {asked.stderr.strip().splitlines()[-1]}"
         )
     return int(asked.stdout.split()[-1])
 
@@ -179,11 +178,8 @@ def _alternatives(engine: EngineConfig, found: _Found, directory: Path) -> Itera
     sizes = [engine.tensor_parallel_size]
     if not find_device(engine.device).on_host:  # ranks of a CPU share its memory
         sizes += [size for size in found.config.tensor_parallel_sizes() if size > sizes[0]]
-    lengths = [engine.max_model_len]
-    if SHORT_MODEL_LEN < _need(engine, found).positions:
-        lengths.append(SHORT_MODEL_LEN)
-    for size, length, form in itertools.product(sizes, lengths, formats):
-        values = {**form, "tensor_parallel_size": size, "max_model_len": length}
+    for size, form in itertools.product(sizes, formats):
+        values = {**form, "tensor_parallel_size": size}
         changed = {name: value for name, value in values.items() if value != getattr(engine, name)}
         try:
             other = replace(engine, **changed)

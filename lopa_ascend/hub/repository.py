@@ -6,11 +6,11 @@ import glob
 import shutil
 import sys
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from fnmatch import filter as matching
 from pathlib import Path
 
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # it is in no list of names
@@ -56,6 +56,10 @@ class Repository:
     def __init__(self, name: Name):
         self.name, self.weight_bytes = name, 0
         self._folder = Path(constants.HF_HUB_CACHE, f"models--{name.repository.replace('/', '--')}")
+        self._locks = Path(constants.HF_HUB_CACHE, ".locks", self._folder.name)
+        """Has a lock for each file that huggingface_hub downloads."""
+        self._is_model = name.param == "model"
+        self._config = "config.json" if self._is_model else ADAPTER_CONFIG
         self._api = HfApi(library_name="lopa_ascend")
         self._sizes: dict[str, int] = {}
         """By name of a file on the hub: its bytes, 0 if it does not say."""
@@ -89,14 +93,11 @@ class Repository:
         repository, revision = self.name.repository, self.name.revision
         info = self._api.model_info(repository, revision=revision, files_metadata=True, timeout=TIMEOUT)
         self._sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        config, hint = "config.json", "an adapter goes to --lora-path (lora)"
-        if self.name.param == "lora":
-            config, hint = ADAPTER_CONFIG, "expected a PEFT adapter"
-        if config not in self._sizes:
-            raise self._error(f"{self} has no {config}; {hint}")
+        if self._config not in self._sizes:
+            raise self._error(f"{self} has no {self._config}: it is no {'model' if self._is_model else 'PEFT adapter'}")
         # Under the name of the revision, so that the cache knows its commit when there is no network.
-        self.directory = Path(self._api.hf_hub_download(repository, config, revision=revision)).parent
-        texts = [config] if self.name.param == "lora" else _matching(self._sizes, TEXTS)
+        self.directory = Path(self._api.hf_hub_download(repository, self._config, revision=revision)).parent
+        texts = _matching(self._sizes, TEXTS) if self._is_model else [self._config]
         for file in _matching(texts, FIRST):
             self._api.hf_hub_download(repository, file, revision=self.directory.name)
         weights = self._weights(self._sizes)
@@ -109,7 +110,7 @@ class Repository:
 
     def _weights(self, files: Collection[str]) -> list[str]:
         """The files of the weights, as the loader finds them among these."""
-        if self.name.param == "lora":
+        if not self._is_model:
             return [ADAPTER_WEIGHTS]
         if INDEX not in files or SINGLE_FILE in files:
             return [SINGLE_FILE] if SINGLE_FILE in files else matching(files, MODELSLIM_WEIGHTS) or [SINGLE_FILE]
@@ -141,7 +142,7 @@ class Repository:
         self.directory = self._folder / "snapshots" / (ref.read_text() if ref.is_file() else self.name.revision)
         files = [file.name for file in self.directory.iterdir()] if self.directory.is_dir() else []
         if files:
-            self._wanted = [ADAPTER_CONFIG if self.name.param == "lora" else "config.json", *self._weights(files)]
+            self._wanted = [self._config, *self._weights(files)]
         if not files or self.missing:
             lacks = f"lacks {', '.join(self.missing[:3])}" if files else "is not there"
             where = f"in the cache {constants.HF_HUB_CACHE}"
@@ -164,7 +165,8 @@ class Repository:
         """
         if not self.missing:
             return
-        with self._lock():
+        self._locks.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(self._locks / "lopa_ascend.lock"):
             if not (missing := self.missing):
                 return
             self._remove_abandoned()
@@ -192,15 +194,6 @@ class Repository:
             if (answer := _answer(error)) is not None and answer.response.status_code < 500:
                 raise self._refusal(answer) from None
             raise self._error(f"the download of {self} has broken off: {_reason(error)}; start again") from None
-
-    def _lock(self) -> AbstractContextManager[BaseFileLock]:
-        self._locks.mkdir(parents=True, exist_ok=True)
-        return WeakFileLock(self._locks / "lopa_ascend.lock")
-
-    @property
-    def _locks(self) -> Path:
-        """The folder where huggingface_hub has a lock for each file that is being downloaded."""
-        return Path(constants.HF_HUB_CACHE, ".locks", self._folder.name)
 
     def _remove_abandoned(self) -> None:
         """Removes parts of files whose download was killed: their names have a number that no other download takes."""

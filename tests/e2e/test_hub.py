@@ -14,6 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lopa_ascend import LLM
+from lopa_ascend.config.kinds import format_size
+from lopa_ascend.hub import fit
+from lopa_ascend.kv.pages import pages_for
+from lopa_ascend.runner.scoring import HEAD_ROWS
 from tests.e2e.conftest import ROOT, running
 from tests.hub_standin import COMMITS, HeldRepository, large_repository, running_hub
 
@@ -58,6 +63,17 @@ def test_a_server_and_llm_by_name(model_dir: Path, tmp_path: Path) -> None:
         hub.asked.clear()
         done = subprocess.run([sys.executable, "-c", BY_NAME], env=offline, capture_output=True, text=True, check=True)
         assert (done.stdout, hub.asked) == ("org/model True\n", [])
+
+
+def test_what_the_fit_check_counts_is_what_the_engine_takes(model_dir: Path) -> None:
+    assert fit.SCORED_ROWS == HEAD_ROWS
+    with LLM(model_dir, tensor_parallel_size=1, quantization="w8a8", dtype="bfloat16", max_model_len=300) as llm:
+        told = fit.check_fit("tiny", llm.engine.config, model_dir, (model_dir / "model.safetensors").stat().st_size)
+        (report,) = llm.engine.ranks
+        pages = format_size(pages_for(300) * report.page_bytes)
+        assert f"(bfloat16 and int8), KV pages {pages} (a request of 300 positions)" in told
+        found = fit._read("tiny", model_dir, 0)
+        assert fit._need(llm.engine.config, found).weights == pytest.approx(report.weights, rel=0.05)
 
 
 @pytest.mark.parametrize("what", ["no network", "too large"])
