@@ -57,7 +57,7 @@ def summed_tpf(answers: Sequence[Counted]) -> float:
 
 
 def lopa_tpf(answers: Sequence[Counted]) -> float:
-    """LoPA's definition for Dream (for DiffuCoder it is the summed one): opened positions, also those after EOS, divided
+    """LoPA's definition for Dream (DiffuCoder's is the summed one): opened positions, also those after EOS, divided
     by forward passes with a closing round for each answer."""
     passes = sum(answer.num_forwards + 1 for answer in answers)
     return sum(answer.opened_tokens for answer in answers) / passes if passes else 0.0
