@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from scripts.eval.samples import Sample
 
@@ -47,6 +47,14 @@ class Counted(Protocol):
     def opened_tokens(self) -> int: ...
     @property
     def num_forwards(self) -> int: ...
+
+
+class AnswerCounts(NamedTuple):
+    """What is counted of an answer whose time nobody measures."""
+
+    visible_tokens: int
+    opened_tokens: int
+    num_forwards: int
 
 
 def summed_tpf(answers: Sequence[Counted]) -> float:
