@@ -1,4 +1,4 @@
-"""Draws accuracy against summed TPF, a line for each method: an SVG."""
+"""Draws accuracy against TPF, a line for each method: an SVG."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def drawn(title: str, methods: Sequence[Method]) -> str:
     for mark in _marks(low, high, y_step):
         parts.append(f'<path d="M{LEFT} {down(mark):.1f}h{WIDTH}" stroke="#e4e7eb"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{down(mark) + 4:.1f}" text-anchor="end">{mark:g}</text>\n')
-    label = "summed TPF: visible tokens / forward passes"
+    label = "TPF: tokens / forward passes"
     parts.append(f'<text x="{LEFT + WIDTH / 2}" y="{height - 10}" text-anchor="middle">{label}</text>\n')
     parts.append(
         f'<text transform="translate(14 {TOP + HEIGHT / 2}) rotate(-90)" text-anchor="middle">accuracy, %</text>'

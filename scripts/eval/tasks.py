@@ -1,16 +1,21 @@
 """Scores a model through lm-eval, in this process, with the prompts and the scoring of the published evaluations.
 
     python -m scripts.eval tasks --limit 10                                    GSM8K's form, the bundled model
+    python -m scripts.eval tasks problems --tau-conf 0.9 0.7 --num-branches 0 7      its own problems: a sweep, and AUP
     python -m scripts.eval tasks gsm8k --preset dream-gsm8k --model DIR --lora-path DIR --data DIR
+    python -m scripts.eval tasks gsm8k --published dream --tau-conf 0.9 0.7 ...      beside d3LLM's leaderboard
     python -m scripts.eval tasks minerva_math --preset dream-math --model DIR --lora-path DIR --data DIR
     python -m scripts.eval tasks gsm8k mbpp --preset S13 --model DIR --lora-path DIR --data DIR
     python -m scripts.eval tasks lm_eval:arc_easy --model DIR                  any task of lm-eval itself
 
 A preset is made for the tasks that it names, so each task has a preset of its own. Without one the model decodes as is
-recommended for it. --data is a folder with TASK.jsonl
-and TASK.examples.jsonl; the project's own holds ten problems of each task, which show that everything works and say
-nothing about a model. A file with a mistake is refused with the line's number before the model is loaded. Programs that
-the model writes run in a sandbox. docs/results.md says more.
+recommended for it. --data is a folder with TASK.jsonl and TASK.examples.jsonl; the project's own holds ten problems of
+each task, which show that everything works and say nothing about a model, and for "problems" the bundled model's 500
+held-out ones. A file with a mistake is refused with the line's number before the model is loaded. Programs that the
+model writes run in a sandbox. docs/results.md says more.
+
+Several values of --tau-conf, --num-branches or --block-size are a sweep, and so is --published. Each block size and
+number of branches has a curve, which begins with one token a pass, and its AUP.
 
 Needs lm-eval: pip install -e '.[eval]'
 """
