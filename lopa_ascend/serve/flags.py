@@ -135,7 +135,7 @@ def _add_flag(arguments: argparse._ActionsContainer, flag: Flag, text: str) -> N
         return
     arguments.add_argument(
         option(flag.name),
-        type=_argument_type(flag),  # refuses an unknown choice, in the words of all other ways to give it
+        type=argument_type(flag),  # refuses an unknown choice, in the words of all other ways to give it
         choices=kind.known if isinstance(kind, Choice) else None,
         metavar=None if isinstance(kind, Choice) else flag.setting.metavar or kind.metavar,
         nargs="+" if kind.many else None,
@@ -144,7 +144,9 @@ def _add_flag(arguments: argparse._ActionsContainer, flag: Flag, text: str) -> N
     )
 
 
-def _argument_type(flag: Flag) -> Callable[[str], Any]:
+def argument_type(flag: Flag) -> Callable[[str], Any]:
+    """Reads one value of a flag, for argparse."""
+
     def parse(text: str) -> Any:
         try:
             return flag.parse(text)

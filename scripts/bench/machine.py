@@ -14,7 +14,7 @@ import lopa_ascend
 from lopa_ascend import __version__
 from lopa_ascend.config.presets import FILE as PRESETS
 
-PACKAGES = ("torch", "torch_npu", "transformers", "tokenizers")
+PACKAGES = ("torch", "torch_npu", "transformers", "tokenizers", "lm_eval")
 SCRIPTS = Path(__file__).parents[1]
 
 

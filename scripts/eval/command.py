@@ -7,14 +7,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lopa_ascend.config import ConfigError, ParameterError
+from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig, GraphParams, ParameterError
 from lopa_ascend.config.presets import LIST, presets_text
 from lopa_ascend.serve.flags import Flag, option
 from scripts.arguments import number_from
 from scripts.eval.files import TaskFileError
 from scripts.eval.prompts import CHAT, prompt_formats
+
+if TYPE_CHECKING:
+    from lopa_ascend import LLM
 
 SEED = 0
 """Seed of the engine where none is given, so that a command with sampled answers can be repeated."""
@@ -48,6 +51,40 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="examples in a prompt, from TASK.examples.jsonl (default: the preset's, or 0)",
     )
+
+
+class Loader:
+    """Loads one model at a time, and closes the last one at the end of its ``with`` block."""
+
+    def __init__(self) -> None:
+        self._loaded: tuple[dict[str, Any], LLM] | None = None
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._loaded is not None:
+            self._loaded[1].close()
+            self._loaded = None
+
+    def load(self, engine: Mapping[str, Any]) -> LLM:
+        """The model of these settings, in place of the one before it if that has others."""
+        if self._loaded is None or self._loaded[0] != engine:
+            from lopa_ascend import LLM  # imports torch, which takes seconds
+
+            self.__exit__()
+            self._loaded = dict(engine), LLM(**engine)
+        return self._loaded[1]
+
+
+def graphs_for(params: DecodingParams, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The setting of an engine that compiles its graphs for these parameters; none where steps are eager, so that a
+    loaded model can be shared.
+
+    Args:
+        engine: the settings that were given.
+    """
+    return {} if EngineConfig(**engine).graph_mode == "eager" else {"graph_params": GraphParams.of(params)}
 
 
 def run_command(

@@ -5,9 +5,9 @@
     python -m scripts.eval demo --sets handwritten --decoding d2f --limit 50
     python -m scripts.eval demo --quantization w8a8 --dtype bfloat16         what W8A8 costs in answers
 
-An answer is exact if it ends in the right number. TPF is visible tokens divided by forward passes, of all problems
-together. Tokens computed a pass include those of prompts. Parameters that are not given are those that the model's
-directory recommends. All problems take minutes on two cores.
+An answer is exact if it ends in the right number. The summed TPF is visible tokens divided by forward passes, of all
+problems together. Tokens computed a pass include those of prompts. Parameters that are not given are those that the
+model's directory recommends. All problems take minutes on two cores.
 
 Problems: 500 from the generator of the training problems ("held-out"), 200 that were worded by hand ("handwritten"),
 and 150 by an author who knew nothing of this project ("independent").
@@ -16,7 +16,6 @@ and 150 by an author who knew nothing of this project ("independent").
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from lopa_ascend.types import GenerationOutput
 from scripts.arguments import number_from
 from scripts.eval.command import run_command, with_defaults
 from scripts.eval.problems import SETS, asked, parse_result, read_set
+from scripts.eval.sweep import SWEPT, add_swept_flags, sweep
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
@@ -41,8 +41,6 @@ ANSWER = 192
 """``max_new_tokens`` where nothing is said of it: what the bundled model's answers need."""
 FIXED = {"enable_prefix_caching": False}
 """Options of the engine: with cached prompts a row would compute fewer tokens than the one before it."""
-COMBINED = ("block_size", "num_branches")
-"""Parameters that take several values."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,8 @@ def evaluate(llm: LLM, problems: list[tuple[str, int]], params: DecodingParams, 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.eval demo",
-        usage="%(prog)s [--sets NAME ...] [--limit N] [--block-size N ...] [--num-branches K ...] [FLAGS]",
+        usage="%(prog)s [--sets NAME ...] [--limit N] [--block-size N ...] [--num-branches N ...] [--tau-conf N ...] "
+        "[FLAGS]",
         description=__doc__,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
@@ -100,14 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--limit", type=number_from(1), metavar="N", help="the first N problems of a set (default: all)"
     )
-    parser.add_argument(
-        "--block-size", nargs="+", type=number_from(1), metavar="N", help="positions in a block (default: recommended)"
-    )
-    parser.add_argument(
-        "--num-branches", nargs="+", type=number_from(0), metavar="K",
-        help="lookahead branches of a request; 0 decodes as the base decoding alone does (default: recommended)",
-    )  # fmt: skip
-    flags = {name: flag for name, flag in {**ENGINE_FLAGS, **DECODING_FLAGS}.items() if name not in COMBINED}
+    add_swept_flags(parser)
+    flags = {name: flag for name, flag in {**ENGINE_FLAGS, **DECODING_FLAGS}.items() if name not in SWEPT}
     add_flags(parser, with_defaults(flags, {"enable_prefix_caching": "off", "max_new_tokens": str(ANSWER)}))
     return parser
 
@@ -126,15 +119,12 @@ def run(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     engine = {**FIXED, **field_values(given, ENGINE_FLAGS)}
     here = on_this_machine(EngineConfig(**engine))
     engine |= {"model": here.model, "lora": here.lora}
-    fields = field_values({name: value for name, value in given.items() if name not in COMBINED}, DECODING_FLAGS)
-    combined = {name: given[name] for name in COMBINED if name in given}
-    ways = [
-        decoding(here.model or DEMO_MODEL, **fields, **dict(zip(combined, values, strict=True)))
-        for values in itertools.product(*combined.values())
-    ]  # all are checked before the model is loaded
+    fields = field_values({name: value for name, value in given.items() if name not in SWEPT}, DECODING_FLAGS)
+    # All are checked before the model is loaded.
+    ways = [decoding(here.model or DEMO_MODEL, **fields, **values) for values in sweep(given)]
     from lopa_ascend import LLM  # imports torch, which takes seconds
 
-    print("| problems | block size | k | exact | TPF | tokens computed a pass |\n|---|---|---|---|---|---|")
+    print("| problems | block size | k | tau_conf | exact | summed TPF | tokens computed a pass |\n" + "|---" * 7 + "|")
     with LLM(**engine) as llm:
         for name in args.sets:
             problems = [(question.text, question.result) for question in read_set(SETS[name], args.limit)]
@@ -142,6 +132,6 @@ def run(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
                 found = evaluate(llm, problems, params, quiet=False)
                 print(
                     f"| {len(problems)} {name} | {params.block_size} | {params.num_branches} "
-                    f"| {found.accuracy:.1%} | {found.tpf:.2f} | {found.model_tokens:.0f} |",
+                    f"| {params.tau_conf:g} | {found.accuracy:.1%} | {found.tpf:.2f} | {found.model_tokens:.0f} |",
                     flush=True,
                 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
@@ -13,6 +15,9 @@ from lopa_ascend.hub import model_name
 from scripts.bench.machine import describe_machine
 from scripts.eval.files import TaskFile
 from scripts.eval.task_kinds import Problem
+
+if TYPE_CHECKING:
+    from lopa_ascend import LLM
 
 PATHS = ("model", "lora", "graph_cache")
 """Fields of the engine's configuration that are directories: those of weights are described by a digest, and the cache
@@ -59,6 +64,46 @@ def describe_benchmark(
     }
 
 
+def describe_run(llm: LLM) -> dict[str, Any]:
+    """What is known of a run once its model is loaded, beside ``describe_model`` and ``describe_machine``: by which
+    revisions, on which device, how many answers at a time."""
+    import torch
+
+    tokenizer, config = llm.tokenizer, llm.engine.config
+    assert tokenizer is not None
+    device = None if config.device == "cpu" else torch.get_device_module(config.device).get_device_name()
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit_of(Path(__file__).parent),
+        "tokenizer_sha256": _sha256(tokenizer.to_json()),
+        "chat_template_sha256": None if tokenizer.chat_template is None else _sha256(tokenizer.chat_template),
+        "dtype": llm.engine.dtype,
+        "device": config.device,
+        "device_name": device,
+        "ranks": config.world_size,
+        "threads": torch.get_num_threads(),
+        "concurrency": config.max_num_seqs,
+        "warmup_answers": 0,
+    }
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of a checkout, with "+changes" if tracked files differ from it; None outside of one."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def describe_engine(config: EngineConfig) -> dict[str, Any]:
     """The engine's settings by name, without directories."""
     return {name: getattr(config, name) for name in EngineConfig.names() if name not in PATHS}
@@ -71,7 +116,7 @@ def describe_examples(problems: Sequence[Problem]) -> dict[str, Any]:
 
 
 def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:
-    """What a model and an adapter are called, and a digest of each one's files.
+    """What a model and an adapter are called, a digest of each one's files, and the commit of those in the hub's cache.
 
     Raises:
         CheckpointError: there is no such directory.
@@ -86,6 +131,9 @@ def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:
     found["model_digest"] = _digest(DEMO_MODEL if model is None else Path(model))
     if adapter is not None:
         found |= {"adapter": model_name(EngineConfig(model=adapter)), "adapter_digest": _digest(Path(adapter))}
+    for name, path in (("model", model), ("adapter", adapter)):
+        if path is not None and (folder := Path(path).resolve()).parent.name == "snapshots":
+            found[f"{name}_revision"] = folder.name
     return found
 
 

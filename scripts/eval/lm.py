@@ -18,6 +18,8 @@ from lopa_ascend.config import DecodingParams, EngineConfig, GraphParams, Parame
 from lopa_ascend.config.presets import find_preset
 from scripts.eval.command import SEED
 from scripts.eval.likelihood import MaskedLikelihood
+from scripts.eval.metrics import AnswerCounts
+from scripts.eval.sampler import num_visible
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,8 @@ class LopaLM(TemplateLM):
         self.add_bos, self.escape_until = add_bos, escape_until
         self.batch_size = _size(batch_size)
         self._likelihood = (mc_num, self.batch_size)
+        self.counts: dict[str, list[AnswerCounts]] = {}
+        """By the task's name in lm-eval: of each of its answers."""
         if add_bos and not self.tokenizer.special.get("bos_token"):
             raise ParameterError("add_bos", "needs a BOS token, and the tokenizer names none")
 
@@ -123,6 +127,9 @@ class LopaLM(TemplateLM):
                 prompts = [self._prompt(request.args[0], params) for request in batch]
                 for request, output in zip(batch, self.llm.generate(prompts, params, quiet=True), strict=True):
                     answers.append(output.text or "")
+                    visible = num_visible(output, params, self.llm.config.eos_token_ids)
+                    counts = AnswerCounts(visible, output.num_positions, output.num_forwards)
+                    self.counts.setdefault(request.task_name, []).append(counts)
                     self.cache_hook.add_partial("generate_until", request.args, answers[-1])
                 bar.update(len(batch))
         return answers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from scripts.eval.samples import Sample
 
@@ -14,13 +15,13 @@ METRICS = {
     "published_avg_tps": "mean of the answers' published tokens/s, the paper's Avg TPS",
     "published_max_tps": "published tokens/s of the fastest answer, the paper's Max TPS",
     "published_top10_tps": "mean of the published tokens/s of the ten fastest answers, the paper's Top-10 TPS",
-    "published_tpf": "opened positions divided by forward passes plus one an answer, the paper's TPF for Dream",
+    "lopa_tpf": "LoPA's TPF: opened positions of all answers / (their forward passes + 1 an answer)",
     "published_latency": "seconds of an answer after its first forward pass, mean",
     "user_avg_tps": "mean of the answers' visible tokens divided by seconds",
     "user_max_tps": "visible tokens divided by seconds, of the fastest answer",
     "user_top10_tps": "mean of the visible tokens divided by seconds, of the ten fastest answers",
     "user_tps": "visible tokens of all answers divided by seconds of all",
-    "user_tpf": "visible tokens divided by forward passes, of all answers; the paper's TPF for DiffuCoder",
+    "summed_tpf": "summed TPF: visible tokens of all answers / their forward passes",
     "user_latency": "seconds of an answer, mean",
     "score": "percent of the answers that are right",
     "outside_share": "share of the seconds outside forward passes and scores; empty with compiled steps",
@@ -30,10 +31,44 @@ METRICS = {
     "pages": "KV pages of a request, mean",
     "model_tokens": "computed tokens of an answer, mean",
 }
-"""Metric -> what it is. Those that begin with "published" count as the published code does: a token is a position that
-was opened, also one after the end of the answer, and time begins after the first forward pass. Published
-tokens/s leave out the answers that are complete after the first pass; without any other answer they are None. Metrics
-that begin with "user" count what a user sees: tokens of the answer, and all the time from the prompt to its end."""
+"""Metric -> what it is. Those that begin with "published", and "lopa_tpf", count as the published code does: a token is
+a position that was opened, also one after the end of the answer, and time begins after the first forward pass.
+Published tokens/s leave out the answers that are complete after the first pass; without any other answer they are None.
+Metrics that begin with "user", and "summed_tpf", count what a user sees: tokens of the answer, and all the time from
+the prompt to its end."""
+
+
+class Counted(Protocol):
+    """What is counted of an answer; see ``Sample``."""
+
+    @property
+    def visible_tokens(self) -> int: ...
+    @property
+    def opened_tokens(self) -> int: ...
+    @property
+    def num_forwards(self) -> int: ...
+
+
+class AnswerCounts(NamedTuple):
+    """What is counted of an answer whose time nobody measures."""
+
+    visible_tokens: int
+    opened_tokens: int
+    num_forwards: int
+
+
+def summed_tpf(answers: Sequence[Counted]) -> float:
+    """Tokens before EOS of all answers divided by their forward passes. Tokens that a pass rejected do not count, and
+    their passes do; long answers weigh more than in a mean of ratios."""
+    forwards = sum(answer.num_forwards for answer in answers)
+    return sum(answer.visible_tokens for answer in answers) / forwards if forwards else 0.0
+
+
+def lopa_tpf(answers: Sequence[Counted]) -> float:
+    """LoPA's definition for Dream (DiffuCoder's is the summed one): opened positions, also those after EOS, divided
+    by forward passes with a closing round for each answer."""
+    passes = sum(answer.num_forwards + 1 for answer in answers)
+    return sum(answer.opened_tokens for answer in answers) / passes if passes else 0.0
 
 
 def published_tps(samples: Iterable[Sample]) -> list[float]:
@@ -61,11 +96,10 @@ def measure(samples: Sequence[Sample]) -> dict[str, float | None]:
         found[f"{name}_top10_tps"] = _mean(fastest_first[:TOP])
     seconds = sum(sample.seconds for sample in samples)
     forwards = sum(sample.num_forwards for sample in samples)
-    found["published_tpf"] = sum(sample.opened_tokens for sample in samples) / (forwards + len(samples))
+    found["lopa_tpf"] = lopa_tpf(samples)
     found["published_latency"] = statistics.fmean(sample.seconds - sample.first_seconds for sample in samples)
-    visible = sum(sample.visible_tokens for sample in samples)
-    found["user_tps"] = visible / seconds
-    found["user_tpf"] = visible / forwards if forwards else 0.0
+    found["user_tps"] = sum(sample.visible_tokens for sample in samples) / seconds
+    found["summed_tpf"] = summed_tpf(samples)
     found["user_latency"] = seconds / len(samples)
     found["score"] = 100 * statistics.fmean(sample.score for sample in samples)
     forward = _total(sample.forward_seconds for sample in samples)

@@ -19,12 +19,12 @@ TABLES = {
     "table4": "LoPA-Dist: tokens/s and score by setting",
 }
 METRICS = {
-    "table1": {"TPF": "published_tpf", "score": "score"},
-    "table2": {"TPF": "user_tpf", "score": "score"},
+    "table1": {"TPF": "lopa_tpf", "score": "score"},
+    "table2": {"TPF": "summed_tpf", "score": "score"},
     "table3": {
         "Avg TPS": "published_avg_tps",
         "Max TPS": "published_max_tps",
-        "TPF": "published_tpf",
+        "TPF": "lopa_tpf",
         "latency": "published_latency",
     },
     "table4": {

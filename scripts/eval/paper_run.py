@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig, GraphParams
+from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.hub import model_name
+from scripts.eval.command import Loader, graphs_for
 from scripts.eval.described import describe_benchmark
 from scripts.eval.files import TaskFile, TaskFileError, check_runnable, read_examples, read_problems
 from scripts.eval.paper_rows import Row
@@ -21,9 +22,6 @@ from scripts.eval.sampler import Plan, run
 from scripts.eval.samples import SampleFile, Setting, check_header
 from scripts.eval.task_kinds import TASKS, Problem, Task
 from scripts.launch.npu import num_npus
-
-if TYPE_CHECKING:
-    from lopa_ascend import LLM
 
 
 @dataclass(frozen=True)
@@ -94,18 +92,13 @@ class TableRun:
 
     def __init__(self, out: Path, options: Options, checkpoints: Mapping[str, Checkpoint]) -> None:
         self._out, self._options, self._checkpoints = out, options, checkpoints
-        self._loaded: tuple[dict[str, Any], LLM] | None = None
+        self._loader = Loader()
 
     def __enter__(self) -> TableRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._unload()
-
-    def _unload(self) -> None:
-        if self._loaded is not None:
-            self._loaded[1].close()
-            self._loaded = None
+        self._loader.__exit__()
 
     def check(self, rows: Sequence[Row]) -> dict[Row, RowPlan]:
         """How each row runs, by everything that can be known before a model is loaded.
@@ -173,8 +166,7 @@ class TableRun:
             "enable_prefix_caching": False,
             "seed": 0,
             "max_num_seqs": 1,
-            # Eager rows of one checkpoint share a loaded model, whatever their parameters are.
-            **({} if EngineConfig(**given).graph_mode == "eager" else {"graph_params": GraphParams.of(params)}),
+            **graphs_for(params, given),
             **given,
             "model": checkpoint.model,
             "lora": checkpoint.adapter,
@@ -203,7 +195,7 @@ class TableRun:
             cut=row.preset.cuts_answers,
         )
         if work.missing(file):
-            llm = self._load(dict(plan.engine))
+            llm = self._loader.load(plan.engine)
             assert llm.tokenizer is not None
             run(llm, PromptMaker(find_format(plan.prompt), llm.tokenizer), work, file)
         (result,) = results([plan.setting], file, len(problems))
@@ -218,15 +210,6 @@ class TableRun:
         config = EngineConfig(**plan.engine)
         header = describe_benchmark(config, plan.tasks, self._options.limit, plan.prompt, examples, cut=cut)
         return {**header, "setting": plan.setting.key}
-
-    def _load(self, engine: dict[str, Any]) -> LLM:
-        """The model of these settings, in place of the one before it."""
-        if self._loaded is None or self._loaded[0] != engine:
-            from lopa_ascend import LLM  # imports torch, which takes seconds
-
-            self._unload()
-            self._loaded = engine, LLM(**engine)
-        return self._loaded[1]
 
     def _ran_on(self, config: EngineConfig) -> str:
         model = "bundled model" if config.model is None else model_name(config)

@@ -55,7 +55,7 @@ def test_every_answer_is_measured(whole: tuple[Path, list[Any]]) -> None:
         assert line["opened_tokens"] >= line["visible_tokens"]
         assert line["pages"] > 0
     samples = SampleFile(folder, {}).samples.values()
-    without, three = (measure([s for s in samples if s.setting == setting.key])["user_tpf"] for setting in SETTINGS)
+    without, three = (measure([s for s in samples if s.setting == setting.key])["summed_tpf"] for setting in SETTINGS)
     assert without is not None
     assert three is not None
     assert three >= without > 1

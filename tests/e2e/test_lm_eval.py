@@ -29,7 +29,7 @@ def lm(llm: LLM):
 
 
 def instance(*args) -> SimpleNamespace:
-    return SimpleNamespace(args=args)
+    return SimpleNamespace(args=args, task_name="")
 
 
 def run(lm, names: list[str], format_name: str, limit: int, examples: int | None = None) -> dict:
@@ -152,13 +152,28 @@ def test_choices_of_a_question_share_one_pass_over_masks(llm: LLM):
     assert (found[0], found[2]) == (sum(first), sum(last))
 
 
-def test_the_command_writes_scores_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_writes_scores_counts_and_answers_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "scores.json"
-    tasks.main(["gsm8k", "--limit", "1", "--threads", "1", "--max-new-tokens", "96", "--out", str(out)])
-    assert "gsm8k: strict_match " in capsys.readouterr().out
+    arguments = "problems --limit 2 --threads 1 --num-branches 0 --tau-conf 0.9 0.7 --max-new-tokens 96".split()
+    tasks.main([*arguments, "--out", str(out)])
+    assert "one token a pass: problems: exact 100.0; summed TPF 0." in capsys.readouterr().out
     content = json.loads(out.read_text())
-    assert set(content["scores"]["gsm8k"]) == {"strict_match", "flexible_extract"}
+    first, *others = content["points"]
+    assert first["tpf"]["problems"]["lopa_tpf"] < 1.2
+    assert all(point["tpf"]["problems"]["summed_tpf"] > 4 for point in others)
     assert content["model"] == "bundled"
-    assert content["settings"]["decoding"]["max_new_tokens"] == 96
+    assert content["machine"]["versions"]["lm_eval"] == lm_eval.__version__
+    assert others[0]["decoding"]["max_new_tokens"] == 96
     assert content["settings"]["engine"]["seed"] == 0
-    assert len(content["samples"]["lopa_gsm8k"]) == 1
+    assert len(others[0]["samples"]["lopa_problems"]) == 2
+
+
+def test_answers_are_counted_by_task(llm: LLM):
+    from scripts.eval.lm import LopaLM
+
+    lm = LopaLM(llm=llm, batch_size=2, max_new_tokens=64)
+    run(lm, ["gsm8k", "mbpp"], "plain", 2)
+    assert {name: len(counts) for name, counts in lm.counts.items()} == {"lopa_gsm8k": 2, "lopa_mbpp": 2}
+    for counts in lm.counts.values():
+        assert all(answer.visible_tokens <= answer.opened_tokens for answer in counts)
+        assert all(answer.num_forwards >= 1 for answer in counts)

@@ -42,7 +42,7 @@ def test_counts_are_those_that_the_published_code_reported():
     assert found["published_avg_tps"] == pytest.approx(expected["avg_tps"])
     assert found["published_max_tps"] == pytest.approx(expected["peak_tps"])
     assert found["published_top10_tps"] == pytest.approx(expected["top10_tps_mean"])
-    assert found["published_tpf"] == pytest.approx(expected["overall_tpf"])
+    assert found["lopa_tpf"] == pytest.approx(expected["overall_tpf"])
 
 
 def texts_of(case: str) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.types import GenerationOutput, TokenRun
 from scripts.eval.files import DATA, TaskFileError, read_examples, read_problems
-from scripts.eval.metrics import measure, over_runs
+from scripts.eval.metrics import lopa_tpf, measure, over_runs, summed_tpf
 from scripts.eval.results import results
 from scripts.eval.sampler import num_visible, seeded
 from scripts.eval.samples import SampleFile, Setting
@@ -82,15 +82,22 @@ def test_tokens_per_second_are_counted_as_published_and_as_seen():
     assert found["published_avg_tps"] == pytest.approx((64 / 2 + 64 / 4) / 2)
     assert found["published_max_tps"] == 32
     assert found["published_top10_tps"] == 24
-    assert found["published_tpf"] == 128 / 16
+    assert found["lopa_tpf"] == 128 / 16
     assert found["published_latency"] == 3
     assert found["user_avg_tps"] == pytest.approx((10 + 2) / 2)
     assert found["user_tps"] == 40 / 8
-    assert found["user_tpf"] == 40 / 14
+    assert found["summed_tpf"] == 40 / 14
     assert found["user_latency"] == 4
     assert found["score"] == 50
     assert found["outside_share"] == pytest.approx(1 - 4.8 / 8)
     assert found["host_share"] is None
+
+
+def test_summed_tpf_is_no_mean_of_ratios_and_counts_no_token_after_the_end():
+    short, long = replace(SAMPLE, visible_tokens=9, num_forwards=1), replace(SAMPLE, visible_tokens=30, num_forwards=10)
+    assert summed_tpf([short, long]) == 39 / 11  # the mean of 9 and 3 is 6
+    assert lopa_tpf([short, long]) == 128 / 13  # opened positions, and a closing round for each answer
+    assert summed_tpf([]) == lopa_tpf([]) == 0
 
 
 def test_published_tokens_per_second_leave_out_answers_of_one_pass():

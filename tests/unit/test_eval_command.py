@@ -72,7 +72,7 @@ def test_parse_result() -> None:
     ("argv", "message"),
     [
         ("--num-branches 3 --decoding d2f", 'argument --num-branches: 3 does not go with decoding "d2f"'),
-        ("--block-size 8 0", "argument --block-size: must be a whole number from 1 on, got '0'"),
+        ("--block-size 8 0", "argument --block-size: must be an integer from 1 to 4096, got 0"),
         ("--sets easy", "argument --sets: invalid choice: 'easy'"),
         ("--model absent", "absent"),
     ],

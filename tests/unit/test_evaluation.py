@@ -6,18 +6,21 @@ import sys
 import time
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lopa_ascend.config import ParameterError
+from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.config.presets import find_preset
 from scripts.eval import latex, sandbox, scoring, tasks
+from scripts.eval.command import Loader
 from scripts.eval.files import DATA, TaskFileError, check_runnable, read_examples, read_problems
+from scripts.eval.metrics import AnswerCounts
 from scripts.eval.prompts import CHAT, PLAIN, PromptMaker, find_format
 from scripts.eval.sanitize import sanitize_dream
+from scripts.eval.sweep import Way
 from scripts.eval.task_kinds import TASKS
 from scripts.eval.tasks import Foreign
 from tests import published_scoring
@@ -308,7 +311,7 @@ def test_the_task_of_a_preset_may_be_one_of_lm_eval(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tasks, "_check_installed", lambda: None)
     asked: list[Any] = []
     monkeypatch.setattr(tasks, "_check_foreign", asked.extend)
-    monkeypatch.setattr(tasks, "_simple_evaluate", lambda *_, **__: sys.exit("evaluated"))
+    monkeypatch.setattr(Loader, "load", lambda *_: sys.exit("evaluated"))
     with pytest.raises(SystemExit, match="evaluated"):
         tasks.main(["--preset", "d2f-gsm8k"])
     with pytest.raises(SystemExit, match="evaluated"):
@@ -326,15 +329,18 @@ def test_tasks_of_lm_eval_with_as_many_examples_share_a_call():
     assert tasks.calls([], [Foreign("a", 3)]) == [(3, ["a"])]
 
 
-def test_results_of_a_tag_are_those_of_its_tasks(tmp_path: Path, capsys):
+def test_results_of_a_tag_are_those_of_its_tasks(monkeypatch: pytest.MonkeyPatch, capsys):
     one = {"results": {"cola": {"mcc,none": 0.5}}, "samples": {"cola": [1]}}
     two = {"results": {"mnli": {"acc,none": 0.25}}, "samples": {"mnli": [2]}}
-    args = argparse.Namespace(out=tmp_path / "scores.json")
-    tasks._report(args, tasks.merged_results([one, two]), [], {"model": "m"})
-    found = json.loads(args.out.read_text())
+    counts = {"mnli": [AnswerCounts(6, 8, 2)]}
+    monkeypatch.setattr(tasks, "describe_run", lambda _: {})
+    monkeypatch.setattr(tasks.Run, "evaluated", lambda *_: (tasks.merged_results([one, two]), counts))
+    run = tasks.Run(argparse.Namespace(), [], [Foreign("glue", None)], CHAT, cut=True)
+    found = run.point(cast(Any, None), Way("", {}, DecodingParams()))
     assert found["lm_eval"] == {"cola": {"mcc,none": 0.5}, "mnli": {"acc,none": 0.25}}
     assert found["samples"] == {"cola": [1], "mnli": [2]}
-    assert "mnli" in capsys.readouterr().out
+    assert found["tpf"] == {"mnli": {"answers": 1, "summed_tpf": 3, "lopa_tpf": 8 / 3}}
+    assert "mnli: {'acc,none': 0.25}; summed TPF 3.00" in capsys.readouterr().out
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_evaluation(tmp_path: Path, capsys):
