@@ -10,7 +10,7 @@ from lopa_ascend.config.settings import HelpFormatter
 SUBCOMMANDS = {
     "demo": "exact answers and tokens per forward pass of the bundled model on its problems",
     "filling": "an animated picture of D2F and LoPA filling the same answer",
-    "tasks": "scores of a model on published tasks, through lm-eval",
+    "tasks": "scores, TPF and AUP of a model on published tasks, through lm-eval",
     "paper-tables": "a table of the LoPA paper, with our numbers beside the published ones",
     "golden": "whether tokens and fills are those that published code was recorded with",
     "quantize": "writes a checkpoint in W8A8",

@@ -11,6 +11,8 @@ WIDTH, HEIGHT, LEGEND = 420, 300, 400
 """Pixels of the plot's area and of the legend beside it."""
 LEFT, TOP, BOTTOM = 56, 16, 46
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#666666")
+LEAST_SPAN = 10.0
+"""Points of accuracy that the plot's area has at least, so that chance does not look like a gain."""
 DASHES = ("", "6 3", "2 3")
 """One after the other where there are more methods than colours."""
 STEPS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
@@ -25,10 +27,11 @@ def drawn(title: str, methods: Sequence[Method]) -> str:
         methods: the lines, with their AUP in the legend.
     """
     points = [point for method in methods for point in method.points]
-    tpfs, accuracies = [0.0, *(point.tpf for point in points)], [point.accuracy for point in points]
-    x_step, y_step = _step(max(tpfs)), _step(max(1.0, max(accuracies) - min(accuracies)))
-    right, low = _up(max(tpfs), x_step), y_step * (min(accuracies) // y_step)
-    high = max(_up(max(accuracies), y_step), low + y_step)
+    most = max(1.0, *(point.tpf for point in points))
+    best, least = best_accuracy(methods), min(point.accuracy for point in points)
+    least = max(0.0, min(least, best - LEAST_SPAN))
+    x_step, y_step = _step(most), _step(max(1.0, best - least))
+    right, low, high = _up(most, x_step), y_step * (least // y_step), max(_up(best, y_step), y_step)
     across = lambda tpf: LEFT + WIDTH * tpf / right  # noqa: E731
     down = lambda accuracy: TOP + HEIGHT * (high - accuracy) / (high - low)  # noqa: E731
     width, height = LEFT + WIDTH + LEGEND, TOP + HEIGHT + BOTTOM
@@ -49,7 +52,6 @@ def drawn(title: str, methods: Sequence[Method]) -> str:
         f'<text transform="translate(14 {TOP + HEIGHT / 2}) rotate(-90)" text-anchor="middle">accuracy, %</text>'
     )
     parts.append(f'<text x="{LEFT + WIDTH + 20}" y="{TOP + 12}" font-weight="bold">{escape(title)}</text>\n')
-    y_max = best_accuracy(methods)
     for number, method in enumerate(methods):
         color, dash = COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)]
         way = " ".join(f"{across(tpf):.1f},{down(accuracy):.1f}" for tpf, accuracy in method.kept)
@@ -61,7 +63,7 @@ def drawn(title: str, methods: Sequence[Method]) -> str:
             parts.append(f'<circle {place} r="3.5" stroke="{color}" fill="{fill}"/>')
         x, y = LEFT + WIDTH + 20, TOP + 34 + 20 * number
         parts.append(f'<path d="M{x} {y - 4}h22" {line}/>')
-        parts.append(f'<text x="{x + 28}" y="{y}">{escape(method.name)}: AUP {method.aup(y_max):.1f}</text>\n')
+        parts.append(f'<text x="{x + 28}" y="{y}">{escape(method.name)}: AUP {method.aup(best):.1f}</text>\n')
     return "".join(parts) + "</svg>\n"
 
 

@@ -297,6 +297,7 @@ class Run:
     def evaluated(self, llm: LLM, way: Way) -> tuple[dict[str, Any], dict[str, list[AnswerCounts]]]:
         """Runs lm-eval; returns its results, and by name of a task in it what is counted of its answers."""
         from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
 
         from scripts.eval.lm import LopaLM
         from scripts.eval.lm_tasks import lm_eval_task
@@ -314,6 +315,7 @@ class Run:
         evaluate = partial(
             simple_evaluate,
             model=lm,
+            task_manager=TaskManager(include_defaults=bool(self._foreign)),  # to find its own tasks takes seconds
             limit=args.limit,
             bootstrap_iters=0,
             apply_chat_template=prompt.chat_template,

@@ -55,7 +55,9 @@ def test_points_more_than_five_below_the_first_are_dropped_wherever_they_are():
 
 def test_no_method_counts_more_than_its_points_and_none_right_is_nothing():
     assert Method.of("m", [(1, 80.0), (3, 82.0)]).aup(80.0) == 80 + 2 * 81
-    assert Method.of("m", [(1, 0.0), (3, 0.0)]).aup(0.0) == 0
+    nothing = Method.of("m", [(0.0, 0.0), (0.0, 0.0)])
+    assert nothing.aup(0.0) == 0
+    assert drawn("nothing", [nothing]).startswith("<svg")
 
 
 def test_lopas_published_points_stand_beside_dreams_rows():
