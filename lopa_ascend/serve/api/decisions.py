@@ -171,7 +171,7 @@ class DecisionRequest(AnsweredRequest):
             raise ParameterError(field, f"cannot be asked: the tokenizer begins two of {', '.join(tokens)} alike")
         try:
             messages = [{"role": "user", "content": question.prompt(self.state)}]
-            prompt = planner.prompts.encode_chat(messages, variables=planner.hints("none"))
+            prompt = planner.prompts.encode_chat(messages, variables={"enable_thinking": False})
             thinking = planner.prompts.thinking(prompt)
             if thinking is not None and thinking.is_open:
                 prompt += thinking.close
