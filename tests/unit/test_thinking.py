@@ -21,6 +21,7 @@ from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.decode.thinking import ThinkingMatcher
 from lopa_ascend.serve.api.chat import ChatRequest
 from lopa_ascend.serve.api.completions import CompletionRequest
+from lopa_ascend.serve.api.decisions import DecisionRequest
 from lopa_ascend.serve.api.request import GenerationRequest, Planner
 from lopa_ascend.serve.api.responses import ResponseRequest
 from lopa_ascend.serve.http.body import read_body
@@ -62,6 +63,14 @@ def respond(**fields: Any) -> ResponseRequest:
 def prompt_of(request: GenerationRequest, plan: Planner = PLANNER) -> str:
     (choice,) = request.plan(plan)
     return tiny_tokenizer().decode(choice.prompt, skip_special_tokens=False)
+
+
+def test_decisions_are_read_behind_the_closing_mark() -> None:
+    body = {"state": "x", "questions": {"q": {"type": "noul", "instructions": "?"}}}
+    request = read_body(DecisionRequest, json.dumps(body).encode())
+    for plan in (PLANNER, planner("{{ messages[0].content }}<think>{# </think> #}")):
+        (choice,) = request.plan(plan)
+        assert tiny_tokenizer().decode(choice.prompt, skip_special_tokens=False).rstrip().endswith("</think>")
 
 
 # ---- variables of the chat template ----------------------------------------------------------------------------------

@@ -45,17 +45,17 @@ class AnyQuestion(Body):
 
     @abstractmethod
     def options(self) -> dict[str, str | None]:
-        """By label of each answer, in order, what it stands for."""
+        """By label of each answer, in order, what it stands for; None if the label says it."""
 
     @abstractmethod
     def answer(self, probs: Sequence[float]) -> Json:
-        """The answer, from the probability of each label."""
+        """The answer, from the probability of each label. Its confidence is that of TypeSafe's system-one-adapter."""
 
     def prompt(self, state: Content) -> str:
         """What the user says."""
         options = self.options()
-        asked = [] if self.instructions is None else [_text(self.instructions)]
-        lines = [*asked, *(f"{label}: {text}" for label, text in options.items() if text is not None)]
+        lines = [] if self.instructions is None else [_text(self.instructions)]
+        lines += [f"{label}: {text}" for label, text in options.items() if text is not None]
         return "\n".join([_text(state), "", *lines, "", f"Answer with one of {', '.join(options)} and nothing else."])
 
 
@@ -171,7 +171,7 @@ class DecisionRequest(AnsweredRequest):
             raise ParameterError(field, f"cannot be asked: the tokenizer begins two of {', '.join(tokens)} alike")
         try:
             messages = [{"role": "user", "content": question.prompt(self.state)}]
-            prompt = planner.prompts.encode_chat(messages, variables=planner.hints("none"))
+            prompt = planner.prompts.encode_chat(messages, variables={"enable_thinking": False})
             thinking = planner.prompts.thinking(prompt)
             if thinking is not None and thinking.is_open:
                 prompt += thinking.close

@@ -174,7 +174,7 @@ class Planner:
         if tools.is_forced and not self.prompts.knows_tools:
             shown = []  # the grammar has the functions
         try:
-            prompt = self.prompts.encode_chat(messages, shown, {**self.hints(effort), **(variables or {})})
+            prompt = self.prompts.encode_chat(messages, shown, {**self._hints(effort), **(variables or {})})
         except ParameterError as error:
             raise error.renamed({"prompt": field, "messages": field}) from None
         if tools.is_forced or (form is not None and tools.functions):
@@ -182,7 +182,7 @@ class Planner:
             form = calling_form(tools, form)
         return self.choices(request, [prompt], field, form=form, with_logprobs=with_logprobs)
 
-    def hints(self, effort: str | None) -> Json:
+    def _hints(self, effort: str | None) -> Json:
         """The variables that ``reasoning_effort`` stands for, as far as the chat template reads them."""
         hints: Json = {} if effort is None else {"reasoning_effort": effort}
         if effort == "none":
