@@ -38,6 +38,7 @@ print(device.free_memory(1))
 class _Found:
     """What is known of a model."""
 
+    name: str
     config: ModelConfig
     family: Family | None
     """None: it is in plain torch."""
@@ -84,14 +85,14 @@ def check_fit(name: str, engine: EngineConfig, directory: Path, stored: int) -> 
             which it does, if there is one.
     """
     found = _read(name, directory, stored)
-    _check_device(engine, found, directory)
+    _check_device(engine, found)
     need, free = _need(engine, found), _free_memory(engine)
     a_rank = f"{format_size(free)} {'of each rank ' if engine.world_size > 1 else ''}are free"
     if need.total <= free:
         return f"{need}; {a_rank}"
     problem = f"{name} does not fit: {need}, and {a_rank}"
     least, remedy = need.total, ""
-    for settings, other in _alternatives(engine, found, directory):
+    for settings, other in _alternatives(engine, found):
         if other.total <= free:
             remedy = f"; choose {settings}, which takes {format_size(other.total)}"
             break
@@ -113,15 +114,15 @@ def _read(name: str, directory: Path, stored: int) -> _Found:
     if not (raw.get("torch_dtype") or raw.get("dtype")) and family is not None:
         parameters = family.tensors(config).num_bytes(1)
         config = replace(config, dtype="float32" if stored > 3 * parameters else "bfloat16")
-    return _Found(config, family, stored, is_int8)
+    return _Found(name, config, family, stored, is_int8)
 
 
-def _check_device(engine: EngineConfig, found: _Found, directory: Path) -> None:
+def _check_device(engine: EngineConfig, found: _Found) -> None:
     """Refuses what the ranks or the device cannot run, as the engine will."""
     engine.check_split(found.config)
     model = found.config if engine.dtype == "auto" else replace(found.config, dtype=engine.dtype)
     has_int8 = found.is_int8 or engine.quantization is not None
-    find_device(engine.device).check_model(engine, model, directory, has_int8=has_int8)
+    find_device(engine.device).check_model(engine, model, Path(found.name), has_int8=has_int8)
 
 
 def _need(engine: EngineConfig, found: _Found) -> _Need:
@@ -170,7 +171,7 @@ def _free_memory(engine: EngineConfig) -> int:
     return int(asked.stdout.split()[-1])
 
 
-def _alternatives(engine: EngineConfig, found: _Found, directory: Path) -> Iterator[tuple[str, _Need]]:
+def _alternatives(engine: EngineConfig, found: _Found) -> Iterator[tuple[str, _Need]]:
     """Other settings with which the model runs, and what it takes then, from the smallest change on."""
     formats: list[Mapping[str, Any]] = [{}, {"dtype": "bfloat16"}]
     if engine.quantization is None and not found.is_int8 and found.family is not None:
@@ -183,7 +184,7 @@ def _alternatives(engine: EngineConfig, found: _Found, directory: Path) -> Itera
         changed = {name: value for name, value in values.items() if value != getattr(engine, name)}
         try:
             other = replace(engine, **changed)
-            _check_device(other, found, directory)
+            _check_device(other, found)
         except ParameterError:  # the device or the graph mode does not run it
             continue
         yield " and ".join(f"{name} {value}" for name, value in changed.items()), _need(other, found)
