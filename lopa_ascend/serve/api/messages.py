@@ -32,7 +32,6 @@ from lopa_ascend.serve.api.tools import (
     Parameters,
     ResponseToolChoice,
     Tools,
-    check_kinds,
     template_call,
     tools_of,
 )
@@ -238,7 +237,8 @@ class MessagesRequest(GenerationRequest):
     )
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = Field(None, description="The same as stop.")
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
-        None, description="Tools that the answer may call. Those that Anthropic defines are left out."
+        None,
+        description="Tools that the answer may call. Those that Anthropic defines are left out; alone, refused.",
     )
     tool_choice: ToolChoice | None = Field(
         None,
@@ -258,8 +258,10 @@ class MessagesRequest(GenerationRequest):
         choice = values.get("tool_choice")
         if isinstance(choice, dict) and choice.get("type") == "none":
             values.pop("tools", None)
-        elif isinstance(tools := values.get("tools"), list):
-            check_kinds(tools, "custom")
+        elif isinstance(tools := values.get("tools"), list) and tools:
+            if all(_tag_of_tool(tool) == "[other]" for tool in tools):
+                message = f"must be 'custom', got {shown(_kind_of(tools[0]))}"
+                raise unsupported("tools[0].type", message, "describe it with an input_schema, and run it yourself")
 
     def as_template_input(self) -> list[Json]:
         """The conversation as the chat template takes it."""

@@ -109,12 +109,12 @@ AnyChatTool = Annotated[Annotated[ChatTool, Tag("[function]")] | Other, Discrimi
 AnyResponseTool = Annotated[Annotated[ResponseTool, Tag("[function]")] | Other, Discriminator(_kind_of_tool)]
 
 
-def check_kinds(tools: Sequence[Any], own: str = "function") -> None:
-    """Refuses tools of which none is a function, whose type is ``own``. Others are left out beside functions, with a
-    note in the log: clients such as Codex send them always, and work without them."""
-    others = [tool["type"] for tool in tools if isinstance(tool, dict) and tool.get("type") not in (None, own)]
+def check_kinds(tools: Sequence[Any]) -> None:
+    """Refuses tools of which none is a function. Others are left out beside functions, with a note in the log: clients
+    such as Codex send them always, and work without them."""
+    others = [tool["type"] for tool in tools if isinstance(tool, dict) and tool.get("type") not in (None, "function")]
     if others and len(others) == len(tools):
-        _refuse_type("tools[0].type", others[0], own)
+        _refuse_type("tools[0].type", others[0])
     for kind in others:
         _note_left_out(shown(kind))
 
@@ -125,8 +125,8 @@ def _note_left_out(kind: str) -> None:
     logger.info("tools of the type %s are left out of requests: this server has functions alone", kind)
 
 
-def _refuse_type(field: str, kind: object, own: str = "function") -> None:
-    raise unsupported(field, f"must be {own!r}, got {shown(kind)}", "describe it as a function, and call it")
+def _refuse_type(field: str, kind: object) -> None:
+    raise unsupported(field, f"must be 'function', got {shown(kind)}", "describe it as a function, and call it")
 
 
 class NamedFunction(Body):
