@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.hub import model_name
+from lopa_ascend.hub import model_name, repository_of
 from scripts.bench.machine import describe_machine
 from scripts.eval.files import TaskFile
 from scripts.eval.task_kinds import Problem
@@ -132,8 +132,8 @@ def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:
     if adapter is not None:
         found |= {"adapter": model_name(EngineConfig(model=adapter)), "adapter_digest": _digest(Path(adapter))}
     for name, path in (("model", model), ("adapter", adapter)):
-        if path is not None and (folder := Path(path).resolve()).parent.name == "snapshots":
-            found[f"{name}_revision"] = folder.name
+        if path is not None and (repository := repository_of(Path(path).resolve())) is not None:
+            found[f"{name}_revision"] = repository[1]
     return found
 
 

@@ -33,7 +33,6 @@ from lopa_ascend.serve.api.tools import (
     ResponseToolChoice,
     Tools,
     note_others,
-    refuse_type,
     template_call,
     tools_of,
 )
@@ -239,7 +238,8 @@ class MessagesRequest(GenerationRequest):
     )
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = Field(None, description="The same as stop.")
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
-        None, description="Tools that the answer may call. Those that Anthropic defines are left out."
+        None,
+        description="Tools that the answer may call. Those that Anthropic defines are left out; alone, refused.",
     )
     tool_choice: ToolChoice | None = Field(
         None,
@@ -259,10 +259,11 @@ class MessagesRequest(GenerationRequest):
         choice = values.get("tool_choice")
         if isinstance(choice, dict) and choice.get("type") == "none":
             values.pop("tools", None)
-        elif isinstance(tools := values.get("tools"), list):
-            others = note_others(tools, "custom")
-            if others and len(others) == len(tools):  # asks for what the server's tool finds
-                refuse_type("tools[0].type", others[0]["type"], "custom")
+        elif isinstance(tools := values.get("tools"), list) and tools:
+            if all(_tag_of_tool(tool) == "[other]" for tool in tools):
+                message = f"must be 'custom', got {shown(_kind_of(tools[0]))}"
+                raise unsupported("tools[0].type", message, "describe it with an input_schema, and run it yourself")
+            note_others(tools, "custom")
 
     def as_template_input(self) -> list[Json]:
         """The conversation as the chat template takes it."""

@@ -117,12 +117,11 @@ AnyChatTool = Annotated[Annotated[ChatTool, Tag("[function]")] | Other, Discrimi
 AnyResponseTool = Annotated[Annotated[ResponseTool, Tag("[function]")] | Other, Discriminator(_kind_of_tool)]
 
 
-def note_others(tools: Sequence[Any], own: str = "function") -> list[Any]:
-    """Warns of tools that are no functions, whose type is ``own``, and returns them."""
+def note_others(tools: Sequence[Any], own: str = "function") -> None:
+    """Warns of tools that are no functions, whose type is ``own``."""
     others = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") not in (None, own)]
     if others:
         warn_once(", ".join(shown(f"{tool['type']} {tool.get('name', '')}".strip()) for tool in others))
-    return others
 
 
 @lru_cache(maxsize=32)
@@ -130,8 +129,8 @@ def warn_once(names: str) -> None:
     logger.warning("left out of requests, of which the model is told functions alone: %s", names)
 
 
-def refuse_type(field: str, kind: object, own: str = "function") -> None:
-    raise unsupported(field, f"must be {own!r}, got {shown(kind)}", "describe it as a function, and call it")
+def _refuse_type(field: str, kind: object) -> None:
+    raise unsupported(field, f"must be 'function', got {shown(kind)}", "describe it as a function, and call it")
 
 
 class NamedFunction(Body):
@@ -185,7 +184,7 @@ def _kind_of_choice(choice: Any) -> str:
 
 def _check_kind(choice: Any) -> Any:
     if isinstance(choice, dict) and choice.get("type") not in (None, "function", "allowed_tools"):
-        refuse_type("type", choice["type"])
+        _refuse_type("type", choice["type"])
     return choice
 
 
