@@ -25,6 +25,7 @@ from lopa_ascend.serve.api.fields import (
     TOOL,
     Ignored,
     Objects,
+    Texts,
 )
 from lopa_ascend.serve.api.messages import MessagesRequest
 from lopa_ascend.serve.api.responses import ResponseRequest
@@ -129,7 +130,7 @@ VALUES: dict[Any, Any] = {
     dict[str, Any]: {"a": "b"},
     Objects: [{"a": 1}],
     Objects | str: "default",
-    list[str]: ["direct"],
+    Texts: ["direct"],
     int | str: 3,
     Any: {"answer": [7]},
 }
@@ -149,7 +150,7 @@ RESPONSE_CALLING = {
     ]
 }
 ADD = {"name": "add", "parameters": {"type": "object"}}
-MESSAGES_CALLING = {
+MESSAGES_CALLING: dict[str, Any] = {
     "messages": [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}]},
@@ -351,6 +352,13 @@ HUGE: dict[str, tuple[type[Body], dict[str, Any], str]] = {
         {"input": [{**OUTPUT, "content": [{"type": "text", "text": "", "logprobs": [1] * 400_000}]}]},
         "logprobs",
     ),
+    "betas": (MessagesRequest, {**MESSAGES, "betas": [1] * 400_000}, "betas"),
+    "callers": (
+        MessagesRequest,
+        {**MESSAGES_CALLING, "tools": [{**MESSAGES_CALLING["tools"][0], "allowed_callers": [1] * 400_000}]},
+        "allowed_callers",
+    ),
+    "blocks": (MessagesRequest, {**MESSAGES, "system": [{"type": "text", "text": ""}] * 30_000}, "at most 1024 items"),
     "include": (ResponseRequest, {"input": "x", "include": [1] * 400_000}, "include"),
     "reasoning": (ResponseRequest, {"input": [{"type": "reasoning"}] * 30_000}, "at most 16384 items"),
     "type": (ResponseRequest, {"input": [{"type": ["a"] * 200_000}]}, "must be 'message'"),

@@ -24,6 +24,7 @@ CALL = "messages[].tool_calls[]"
 CALLED = "messages[].tool_calls[].function"
 
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 _EARLIER_REASONING = "The chat template gets the reasoning as text alone."
 _OWN_CACHE = "The cache of prefixes needs no hints, and changes no answer."
@@ -66,7 +67,7 @@ IGNORED = (
     Ignored("prompt_cache_options", REQUEST, dict[str, Any], _OWN_CACHE),
     Ignored("cache_control", MESSAGES_REQUEST, dict[str, Any], _OWN_CACHE),
     Ignored("context_management", MESSAGES_REQUEST, dict[str, Any], "The model sees the whole conversation."),
-    Ignored("betas", MESSAGES_REQUEST, list[str], "There are no others than these fields."),
+    Ignored("betas", MESSAGES_REQUEST, Texts, "There are no others than these fields."),
     Ignored("fallbacks", MESSAGES_REQUEST, Objects | str, "No request is declined."),
     Ignored("diagnostics", MESSAGES_REQUEST, dict[str, Any], _OWN_CACHE),
     Ignored("inference_geo", MESSAGES_REQUEST, str, "There is one place."),
@@ -103,7 +104,7 @@ IGNORED = (
     Ignored("defer_loading", TOOL, bool, "The model is told of all functions at once."),
     Ignored("output_schema", TOOL, dict[str, Any], "The model is told of the arguments."),
     Ignored("input_examples", TOOL, Objects, "The model is told of the arguments by their schema."),
-    Ignored("allowed_callers", TOOL, list[str], "The model alone calls functions."),
+    Ignored("allowed_callers", TOOL, Texts, "The model alone calls functions."),
     Ignored("eager_input_streaming", TOOL, bool, "Arguments are streamed as they are written."),
     Ignored("caller", CALL_ITEM, dict[str, Any], "The model alone calls functions."),
     *(

@@ -56,8 +56,8 @@ BILLING = "x-anthropic-billing-header:"
 model: it differs in every request, so that no two would have a common beginning in the prefix cache."""
 SIGNATURE = "unsigned"
 """Clients send a block of thinking back only with a signature."""
-MAX_SYSTEM = 2**10
-"""Most blocks of the system's text."""
+MAX_BLOCKS = 2**10
+"""Most blocks of a message."""
 MODES = {"auto": "auto", "any": "required", "none": "none"}
 """The types of ``tool_choice`` that name no tool, and what ``Tools`` calls them."""
 
@@ -129,7 +129,7 @@ AnyBlock = (
     | Annotated[ThinkingBlock, Tag("[thinking]")]
     | Annotated[RedactedBlock, Tag("[redacted_thinking]")]
 )
-Blocks = Annotated[list[Annotated[AnyBlock, Discriminator(_tag_of)]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+Blocks = Annotated[list[Annotated[AnyBlock, Discriminator(_tag_of)]], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 
 
 class Turn(Body):
@@ -226,7 +226,7 @@ class MessagesRequest(GenerationRequest):
     is_conversation = True
 
     messages: Annotated[list[Turn], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system: str | Annotated[list[TextPart], Field(max_length=MAX_SYSTEM, fail_fast=True)] | None = Field(
+    system: str | Annotated[list[TextPart], Field(max_length=MAX_BLOCKS, fail_fast=True)] | None = Field(
         None, description="A system message before the others. Blocks are joined by line breaks."
     )
     max_tokens: int | None = Field(
