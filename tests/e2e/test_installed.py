@@ -125,11 +125,13 @@ def test_lopa_serve_answers_in_an_empty_directory(environment: Path, elsewhere: 
         assert ("site-packages/lopa_ascend/backend/cpu/native/compiled.abi3.so" in mapped) == is_compiled
 
 
-def test_it_needs_no_root_and_writes_to_the_temporary_directory_alone(environment: Path, elsewhere: Path):
+def test_it_needs_no_root_and_writes_to_the_temporary_directory_alone(
+    environment: Path, elsewhere: Path, request: pytest.FixtureRequest
+):
     """As in the container of scripts/deploy/compose.yaml and cpu.yaml."""
-    scratch = elsewhere / "scratch"
-    scratch.mkdir()
-    env = {"PYTHONPATH": "", "TMPDIR": str(scratch), "HOME": str(elsewhere)}
+    scratch = tempfile.TemporaryDirectory()  # the folder of the test has a path that is too long for a socket
+    request.addfinalizer(scratch.cleanup)
+    env = {"PYTHONPATH": "", "TMPDIR": scratch.name, "HOME": str(elsewhere)}
     tried = subprocess.run(
         [*CONFINED, "id", "-u"], cwd=elsewhere, env=os.environ | env, capture_output=True, text=True, timeout=60
     )
