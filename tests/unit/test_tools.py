@@ -1,6 +1,7 @@
 """Tools and forms of answers: what requests ask for, and how calls are written."""
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -527,7 +528,10 @@ PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_requests
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published["source"])
-def test_requests_of_codex_are_answered_with_calls(published: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_of_codex_are_answered_with_calls(
+    published: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)  # a server in this process has set it
     warn_once.cache_clear()
     body = published["body"]
     request, tools = read_body(ResponseRequest, json.dumps(body).encode()), body.get("tools", ())
