@@ -531,7 +531,9 @@ PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_requests
 def test_requests_of_codex_are_answered_with_calls(
     published: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)  # a server in this process has set it
+    # A server in this process may have changed both.
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
+    caplog.set_level(logging.WARNING, "uvicorn.error")
     warn_once.cache_clear()
     body = published["body"]
     request, tools = read_body(ResponseRequest, json.dumps(body).encode()), body.get("tools", ())
