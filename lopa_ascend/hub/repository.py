@@ -89,7 +89,7 @@ class Repository:
     # ---- what there is ---------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Asks the hub for the files of the commit, and downloads those that say what it is."""
+        """Asks the hub which files the commit has, and downloads those of ``FIRST``."""
         repository, revision = self.name.repository, self.name.revision
         info = self._api.model_info(repository, revision=revision, files_metadata=True, timeout=TIMEOUT)
         self._sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
@@ -179,7 +179,8 @@ class Repository:
             if size > free:
                 raise self._error(f"{self}: {format_size(size)} do not fit onto the disk; HF_HOME chooses another one")
             weights = matching(missing, "*.safetensors")
-            for files in ([file for file in missing if file not in weights], weights):  # whoever has weights has all
+            # Weights come last: a cache that has them has all.
+            for files in ([file for file in missing if file not in weights], weights):
                 self._download(files)
 
     def _download(self, files: Collection[str]) -> None:

@@ -63,6 +63,9 @@ class Loader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         if self._loaded is not None:
             self._loaded[1].close()
             self._loaded = None
@@ -72,7 +75,7 @@ class Loader:
         if self._loaded is None or self._loaded[0] != engine:
             from lopa_ascend import LLM  # imports torch, which takes seconds
 
-            self.__exit__()
+            self.close()
             self._loaded = dict(engine), LLM(**engine)
         return self._loaded[1]
 

@@ -32,8 +32,13 @@ def drawn(title: str, methods: Sequence[Method]) -> str:
     least = max(0.0, min(least, best - LEAST_SPAN))
     x_step, y_step = _step(most), _step(max(1.0, best - least))
     right, low, high = _up(most, x_step), y_step * (least // y_step), max(_up(best, y_step), y_step)
-    across = lambda tpf: LEFT + WIDTH * tpf / right  # noqa: E731
-    down = lambda accuracy: TOP + HEIGHT * (high - accuracy) / (high - low)  # noqa: E731
+
+    def across(tpf: float) -> float:
+        return LEFT + WIDTH * tpf / right
+
+    def down(accuracy: float) -> float:
+        return TOP + HEIGHT * (high - accuracy) / (high - low)
+
     width, height = LEFT + WIDTH + LEGEND, TOP + HEIGHT + BOTTOM
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '

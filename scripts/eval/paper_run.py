@@ -98,7 +98,7 @@ class TableRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loader.__exit__()
+        self._loader.close()
 
     def check(self, rows: Sequence[Row]) -> dict[Row, RowPlan]:
         """How each row runs, by everything that can be known before a model is loaded.

@@ -73,7 +73,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedBlock(Body):
-    """What another server's model thought, and nobody else can read."""
+    """Thoughts that Anthropic has encrypted. The model is not shown them."""
 
     type: Literal["redacted_thinking"]
     data: str | None = Field(None, description=WITHOUT_EFFECT)
@@ -239,7 +239,8 @@ class MessagesRequest(GenerationRequest):
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = Field(None, description="The same as stop.")
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         None,
-        description="Tools that the answer may call. Those that Anthropic defines are left out; alone, refused.",
+        description="Tools that the answer may call. Tools that Anthropic defines are left out; a request that has no "
+        "others is refused.",
     )
     tool_choice: ToolChoice | None = Field(
         None,
@@ -344,7 +345,7 @@ class MessagesRequest(GenerationRequest):
         return changed, names
 
     def _thinks(self, planner: Planner) -> Json:
-        """The variable by which chat templates are told whether the model is to think."""
+        """The variable enable_thinking, if ``thinking`` asks for it and the chat template reads it."""
         asked = {"enabled": True, "disabled": False}.get(self.thinking.type if self.thinking else "")
         tokenizer = planner.prompts.tokenizer
         if asked is None or tokenizer is None or not tokenizer.template_reads("enable_thinking"):

@@ -101,7 +101,8 @@ class LeftOut(Body):
 
 
 class OtherTool(LeftOut):
-    """A tool that is no function, as Codex and others always send. The model can call none, so it is not told of it."""
+    """A tool that is no function. Codex and others always send some. The model cannot call them, so the prompt leaves
+    them out."""
 
     type: str = Field(description="Left out, with a warning in the log.")
 
@@ -126,7 +127,7 @@ def note_others(tools: Sequence[Any], own: str = "function") -> None:
 
 @lru_cache(maxsize=32)
 def warn_once(names: str) -> None:
-    logger.warning("left out of requests, of which the model is told functions alone: %s", names)
+    logger.warning("left out of requests, because the model can call functions alone: %s", names)
 
 
 def _refuse_type(field: str, kind: object) -> None:
