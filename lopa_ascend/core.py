@@ -62,7 +62,10 @@ class Request(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     @property
     def num_reusable(self) -> int:
         """Positions of the prompt whose keys and values may come from the prefix cache. If the first block to decode
-        begins behind the prompt, the prompt's last block predicts its first position, so that block is computed."""
+        begins behind the prompt, the prompt's last block predicts its first position, so that block is computed. In a
+        causal model the prompt's last position does."""
+        if self.properties.is_causal:
+            return len(self.prompt) - 1
         in_last_block = (
             self.properties.is_block_causal and self.properties.logit_shift and self.origin == len(self.prompt)
         )
@@ -116,6 +119,11 @@ class Sequence:
     def in_prefill(self) -> bool:
         """Whether the next step computes the prompt for the first time."""
         return not self.strategy.num_forwards and self.num_committed < self.request.origin
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether the next step may compute a part of the prompt alone."""
+        return self.in_prefill and self.next_pass.rows[0].is_causal
 
     @property
     def num_reserved(self) -> int:

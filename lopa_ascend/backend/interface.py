@@ -26,8 +26,9 @@ class Entries:
     """The attention entries of a step: which queries attend to which positions.
 
     An entry is a span of consecutive queries with one page table and one KV length: each of its queries attends to all
-    positions of the page table below that length, so no mask is needed. The spans cover the tokens of the step in
-    order. Entries are compared by identity.
+    positions of the page table below that length, so no mask is needed. In a causal entry the last query does, and each
+    one before it to a position less: its own is the last that it sees. The spans cover the tokens of the step in order.
+    Entries are compared by identity.
     """
 
     lengths: tuple[int, ...]
@@ -45,6 +46,10 @@ class Entries:
     through the page table of any of its entries. Every entry attends to at least one position after the prefix."""
     kv_lengths_on_device: Tensor | None = None
     """The KV lengths in a compiled step of a device whose kernels read them in its memory, int32 [entries]."""
+    causal: tuple[bool, ...] = ()
+    """For each entry whether it is causal; empty if none is. All queries of a causal entry lie in one page, and its
+    prefix ends where that page begins. So a query attends in the same two parts, with the same bits, whatever
+    queries are computed beside it: a prompt in pieces is computed as at once."""
 
     def divided(self, max_queries: int | None) -> Entries:
         """Entries for the same attention, in which every longer entry has become several, each with its KV length and
@@ -57,12 +62,18 @@ class Entries:
         if all(len(parts) == 1 for parts in parts_by_entry):
             return self
         entry_of_part = [index for index, parts in enumerate(parts_by_entry) for _ in parts]
+        causal = tuple(self.causal[index] for index in entry_of_part) if self.causal else ()
+        behind = [sum(parts[number + 1 :]) for parts in parts_by_entry for number in range(len(parts))]
         return Entries(
             lengths=tuple(chain.from_iterable(parts_by_entry)),
-            kv_lengths=tuple(self.kv_lengths[index] for index in entry_of_part),
+            kv_lengths=tuple(
+                self.kv_lengths[index] - (behind[part] if causal and causal[part] else 0)
+                for part, index in enumerate(entry_of_part)
+            ),
             page_tables=self.page_tables.index_select(0, torch.tensor(entry_of_part, device=self.page_tables.device)),
             prefix_groups=tuple(self.prefix_groups[index] for index in entry_of_part),
             prefixes=self.prefixes,
+            causal=causal,
         )
 
 

@@ -15,7 +15,7 @@ from lopa_ascend.config.engine import (
 from lopa_ascend.config.errors import ContextLengthError, ParameterError, context_length
 from lopa_ascend.config.files import ConfigError
 from lopa_ascend.config.limits import Limits
-from lopa_ascend.config.model import ExpertsConfig, ModelConfig
+from lopa_ascend.config.model import ExpertsConfig, ModelConfig, YarnConfig
 from lopa_ascend.config.parameters import MIN_TEMPERATURE
 from lopa_ascend.config.presets import Preset, find_preset, presets
 from lopa_ascend.config.settings import GraphSupport
@@ -33,6 +33,7 @@ __all__ = [
     "GraphSupport",
     "Limits",
     "ModelConfig",
+    "YarnConfig",
     "ParameterError",
     "Preset",
     "add_decoding",

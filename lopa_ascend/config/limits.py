@@ -27,6 +27,8 @@ def check_decoding(params: DecodingParams, properties: ModelProperties) -> None:
         if params.window_attention != "block_causal" and params.is_pipelined:
             message = f'"{params.window_attention}" does not go with this model, {what}; use "block_causal"'
             raise ParameterError("window_attention", message)
+    elif properties.is_causal:
+        what = "which is causal"
     if params.strategy.fits(properties):
         return
     fitting = [strategy for strategy in variants_of(params.decoding) if strategy.fits(properties)]
@@ -140,8 +142,9 @@ class Limits:
         Raises:
             ParameterError: ``param`` is "gaps".
         """
-        if self.properties.is_block_causal:
-            message = "needs a model that attends to all positions, such as Dream or LLaDA; this one is block-causal"
+        if self.properties.has_blocks:
+            attention = self.properties.attention.replace("_", "-")
+            message = f"needs a model that attends to all positions, such as Dream or LLaDA; this one is {attention}"
             raise ParameterError("gaps", message)
         if not params.strategy.fills_gaps:
             choices = tuple(name for name, variants in all_decodings() if variants[0].fills_gaps)

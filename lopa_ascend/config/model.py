@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,40 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class YarnConfig:
+    """Rotary embeddings for more positions than a model was first trained with (YaRN, arXiv 2309.00071), with the
+    scale of Llama 4 for queries."""
+
+    factor: float
+    """Of the number of positions."""
+    original: int
+    """Positions before."""
+    beta_fast: float
+    """Rotations over the original positions from which on an element turns as before."""
+    beta_slow: float
+    """Rotations up to which it turns ``factor`` times slower."""
+    attention_factor: float
+    """What cosines and sines are multiplied by."""
+    query_beta: float
+    """Queries are multiplied by 1 + query_beta ln(1 + floor(position / original))."""
+
+    def frequencies(self, theta: float, dim: int) -> list[float]:
+        """Radians a position, of each pair of ``dim`` elements."""
+
+        def place(rotations: float) -> float:
+            return dim * math.log(self.original / (2 * math.pi * rotations)) / (2 * math.log(theta))
+
+        low = max(math.floor(place(self.beta_fast)), 0)
+        high = min(math.ceil(place(self.beta_slow)), dim - 1)
+        found = []
+        for pair in range(dim // 2):
+            slow = min(max((pair - low) / (high - low or 0.001), 0), 1)
+            plain = theta ** (-2 * pair / dim)
+            found.append(slow * plain / self.factor + (1 - slow) * plain)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape and the special token ids of a model, from ``config.json`` and ``generation_config.json``."""
 
@@ -54,6 +89,8 @@ class ModelConfig:
     authors name 2,048."""
     rope_theta: float
     """Base of the rotary position embedding."""
+    yarn: YarnConfig | None = None
+    """None: it is as the base says at all positions."""
     rms_norm_eps: float
     tie_word_embeddings: bool
     """The output head uses the embedding's weights."""

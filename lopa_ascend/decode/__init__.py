@@ -10,16 +10,17 @@ from __future__ import annotations
 from lopa_ascend.config import add_decoding
 from lopa_ascend.decode.block_pipeline import BlockPipeline
 from lopa_ascend.decode.canvas import Parallel
+from lopa_ascend.decode.causal import Autoregressive, CausalBlocks
 from lopa_ascend.decode.fast_dllm import FastDllm
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
 from lopa_ascend.decode.lengths import Measuring
-from lopa_ascend.decode.lopa import Lopa, LopaFastDllm, LopaFastDllmV2, LopaParallel
+from lopa_ascend.decode.lopa import Lopa, LopaCausalBlocks, LopaFastDllm, LopaFastDllmV2, LopaParallel
 from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
 
-add_decoding("lopa", Lopa, VerifiedLopa, ExactLopa, LopaParallel, LopaFastDllm, LopaFastDllmV2)
-for strategy in (BlockPipeline, Parallel, Vanilla, FastDllm, FastDllmV2):
+add_decoding("lopa", Lopa, VerifiedLopa, ExactLopa, LopaParallel, LopaFastDllm, LopaFastDllmV2, LopaCausalBlocks)
+for strategy in (BlockPipeline, Parallel, Vanilla, FastDllm, FastDllmV2, CausalBlocks, Autoregressive):
     add_decoding(strategy.base, strategy)
 
 

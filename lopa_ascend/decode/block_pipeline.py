@@ -12,6 +12,7 @@ from lopa_ascend.config.settings import GraphSupport, research
 from lopa_ascend.decode.acceptance import COMBINATIONS, BlockParams, filled_in
 from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
 from lopa_ascend.decode.editing import Editing
+from lopa_ascend.decode.schedule import wanted
 from lopa_ascend.decode.strategy import Only, SequenceStart, Strategy
 from lopa_ascend.types import Fill, RowPlan, SequencePlan
 
@@ -130,8 +131,11 @@ class BlockPipeline(Strategy):
         """The ends of the blocks whose positions see one another: on a grid those of the prompt too."""
         if not self.properties.is_block_causal:
             return tuple(block.end for block in window)
-        size = self.params.block_size
-        return tuple(range(self.num_committed + size, window[-1].end + 1, size))
+        size, end = self.params.block_size, window[-1].end
+        # From the prompt's end the grid goes on in both directions.
+        phase = len(self.prompt) % size if self.properties.grid == "prompt" else 0
+        first = self.num_committed + size - (self.num_committed - phase) % size
+        return (*range(first, end, size), end)
 
     # ---- after a forward pass --------------------------------------------------------------------------------------
 
@@ -149,19 +153,18 @@ class BlockPipeline(Strategy):
         first = self.grammar.must_fill(branch)
         for block in branch.active_blocks():
             in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
-            wanted = min(self._num_wanted_in(block), len(in_block)) if block.activated else 0
-            filled, num_fallbacks = filled_in(in_block, self.accept(in_block), wanted, first)
+            least = min(self._num_wanted_in(block), len(in_block)) if block.activated else 0
+            filled, num_fallbacks = filled_in(in_block, self.accept(in_block), least, first)
             if self.own.acceptance == "sequential":  # which accepts none
-                filled, num_fallbacks = in_block[:wanted], wanted
+                filled, num_fallbacks = in_block[:least], least
             chosen += filled
             fallbacks += num_fallbacks
         return chosen, fallbacks
 
     def _num_wanted_in(self, block: Block) -> int:
-        """Positions that a fully activated block must fill in its next pass: 1, or with ``denoising_steps`` its share
-        of the block's length, in the first passes one more until these have the remainder."""
-        steps = self.own.denoising_steps
-        if steps is None:
+        """Positions that a fully activated block must fill in its next pass: 1, or with ``denoising_steps`` what the
+        schedule says."""
+        if (steps := self.own.denoising_steps) is None:
             return 1
-        share, remainder = divmod(self.params.block_size, steps)
-        return share + (block.passes < remainder)
+        masks = block.end - max(block.start, len(self.prompt))
+        return wanted(self.properties, block.passes, steps, self.params.block_size, masks)

@@ -16,6 +16,7 @@ from lopa_ascend.config.kinds import Boolean
 from lopa_ascend.config.settings import research
 from lopa_ascend.decode.acceptance import COMBINATIONS, BlockParams, filled_in, most_confident, to_the_last
 from lopa_ascend.decode.blocks import Block, Branch, threshold_count
+from lopa_ascend.decode.schedule import wanted
 from lopa_ascend.decode.strategy import Final, Only, SequenceStart, Strategy
 from lopa_ascend.types import Fill, ModelProperties, RowPlan, SequencePlan
 
@@ -36,7 +37,7 @@ class Canvas(Strategy):
     @classmethod
     def fits(cls, properties: ModelProperties) -> bool:
         """Whether the model attends to all positions."""
-        return not properties.is_block_causal
+        return not properties.has_blocks
 
     def __init__(self, start: SequenceStart) -> None:
         assert not start.num_committed, "the keys and values of the prompt depend on the canvas"
@@ -195,8 +196,8 @@ class Parallel(Canvas):
         fallbacks, window = 0, self._window(branch)
         for number, block in enumerate(window):
             in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
-            wanted = 0 if number else min(self._num_wanted(block), len(in_block))
-            filled, num_fallbacks = self._chosen_in_block(branch, in_block, wanted)
+            least = 0 if number else min(self._num_wanted(block), len(in_block))
+            filled, num_fallbacks = self._chosen_in_block(branch, in_block, least)
             chosen += filled
             fallbacks += num_fallbacks
         if self.properties.fills_as_llada and len(window) > 1 and len(chosen) == fallbacks:
@@ -204,31 +205,30 @@ class Parallel(Canvas):
             return chosen + others, fallbacks + len(others)
         return chosen, fallbacks
 
-    def _chosen_in_block(self, branch: Branch, predicted: list[Fill], wanted: int) -> tuple[list[Fill], int]:
+    def _chosen_in_block(self, branch: Branch, predicted: list[Fill], least: int) -> tuple[list[Fill], int]:
         """As ``choose``, in one block. With ``eos_last`` a token that ends the answer is filled if no other is left.
 
         Args:
-            wanted: the least that is filled.
+            least: so many are filled at least.
         """
         late = [fill for fill in predicted if fill.token in self.ends] if self._eos_last else []
         early = [fill for fill in predicted if fill not in late] if late else predicted
-        num_late = max(0, wanted - len(early))
+        num_late = max(0, least - len(early))
         first = self.grammar.must_fill(branch)
-        filled, fallbacks = filled_in(early, self.accept(early), wanted - num_late, first)
+        filled, fallbacks = filled_in(early, self.accept(early), least - num_late, first)
         if num_late:
             filled = sorted([*filled, *late[:num_late]], key=lambda fill: fill.position)
         return filled, fallbacks + num_late
 
     def _num_wanted(self, block: Block) -> int:
         """Positions of the first block that the next pass must fill: 1, or with ``denoising_steps`` as many as the
-        schedule lacks. After n passes it wants n shares of the block, the first ones one larger until these have the
-        remainder."""
+        schedule lacks."""
         steps = self.own.denoising_steps
         if steps is None:
             return 1
-        share, remainder = divmod(block.length, steps)
-        num_passes = block.passes + 1
-        return max(1, num_passes * share + min(num_passes, remainder) - block.filled)
+        length = block.length
+        planned = sum(wanted(self.properties, number, steps, length, length) for number in range(block.passes + 1))
+        return max(1, planned - block.filled)
 
     def finish_pass(self, branch: Branch) -> Branch:
         """Counts the pass in the blocks that are begun, and ends gaps."""

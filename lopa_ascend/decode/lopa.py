@@ -16,6 +16,7 @@ from lopa_ascend.decode.block_pipeline import BlockPipeline, PipelineParams
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.branch_scores import ScoreParams, branch_scores
 from lopa_ascend.decode.canvas import Parallel, ParallelParams, first_masked
+from lopa_ascend.decode.causal import CausalBlocks
 from lopa_ascend.decode.fast_dllm import FastDllm, FastDllmParams
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2, FastDllmV2Params
 from lopa_ascend.decode.strategy import Only, Strategy
@@ -168,6 +169,20 @@ class LopaFastDllmV2(Lookaheads, FastDllmV2):
     parameters = LopaFastDllmV2Params
     own: LopaFastDllmV2Params
     only: ClassVar[Only] = {"sub_block_cache": ()}
+
+
+class LopaCausalBlocks(Lookaheads, CausalBlocks):
+    """One sequence under LoPA over causal blocks.
+
+    A lookahead branch never fills the last mask of a block: the causal pass that commits a block is the anchor's alone.
+    """
+
+    parameters = LopaFastDllmV2Params
+    own: LopaFastDllmV2Params
+
+    def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
+        *lookaheads, anchor = super().spawn(anchor, open_positions)
+        return [*(branch for branch in lookaheads if branch.masks), anchor]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,7 @@ class Engine:
         self.limits = request_limits(config, prepared, self.model_config, pool.num_pages)
         self.runner = self._make_runner(model, pool, prepared)
         self._profiles = Profiles(config, self.mesh, self.runner)
-        cache = BlockPrefixCache if model.properties.is_block_causal else PrefixCache
+        cache = BlockPrefixCache if model.properties.has_blocks else PrefixCache
         prefix_cache = cache(pool.allocator) if config.enable_prefix_caching else None
         self._compiling: dict[str, Request] = {}
         """By request id: those whose grammars are being compiled, in the order of their arrival."""

@@ -149,11 +149,20 @@ class Scheduler:
     def _choose(self) -> tuple[bool, list[Sequence]]:
         """Whether the next step is a prefill step, and the sequences that take part. A decoding step has as many as
         ``max_num_batched_tokens`` allows, but at least one, whose branches together may exceed it."""
-        prompts = {name: sequence.num_computed for name, sequence in self.running.items() if sequence.in_prefill}
         decodes = [sequence for sequence in self.running.values() if not sequence.in_prefill]
+        largest = self._turns.piece(decoding=bool(decodes))
+        prompts = {
+            name: min(sequence.num_computed, largest) if sequence.has_pieces else sequence.num_computed
+            for name, sequence in self.running.items()
+            if sequence.in_prefill
+        }
         chosen_ids = self._turns.choose(prompts, bool(decodes))
         if chosen_ids:
-            return True, [self.running[request_id] for request_id in chosen_ids]
+            with_prompts = [self.running[request_id] for request_id in chosen_ids]
+            for sequence in with_prompts:
+                if sequence.has_pieces:
+                    sequence.plan = sequence.next_pass.piece(largest)
+            return True, with_prompts
         chosen: list[Sequence] = []
         num_computed = 0
         for sequence in sorted(decodes, key=lambda sequence: sequence.last_step):
@@ -203,9 +212,12 @@ def prefix_key(request: Request) -> Prefix:
     """What the keys and values of the request's prompt depend on; in a block-causal model those of its whole blocks."""
     params, tokens = request.params, request.prompt[: request.origin]
     if request.properties.is_block_causal:
-        return Prefix(params.window_attention, params.block_size, tokens)
+        phase = len(request.prompt) % params.block_size if request.properties.grid == "prompt" else 0
+        return Prefix(params.window_attention, params.block_size, phase, tokens)
+    if request.properties.is_causal:
+        return Prefix(params.window_attention, 1, 0, tokens)
     full = params.window_attention == "full"
-    return Prefix(params.window_attention, min(params.block_size, params.max_new_tokens) if full else 0, tokens)
+    return Prefix(params.window_attention, min(params.block_size, params.max_new_tokens) if full else 0, 0, tokens)
 
 
 def _committed_key(sequence: Sequence) -> Prefix:

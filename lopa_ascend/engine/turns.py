@@ -1,13 +1,15 @@
 """Prefill steps and decoding steps take turns, so that long prompts do not stall requests that decode or are short.
 
-A prompt attends to itself in both directions, so it cannot be computed in pieces. Three rules bound how long others
-wait for it:
+A prompt that attends to itself in both directions cannot be computed in pieces. Three rules bound how long others wait
+for it:
 
 - A prefill step computes at most ``MAX_PREFILL_TOKENS`` tokens, or one prompt that is longer.
 - Then come decoding steps, if any request decodes: one for each ``TOKENS_PER_DECODING_STEP`` tokens that the prefill
   step computed. Between these decoding steps, prompts of at most ``TOKENS_PER_DECODING_STEP`` tokens together may be
   computed.
 - Shorter prompts go first, but a prompt that was overtaken ``MAX_OVERTAKEN`` times is not overtaken again.
+
+A causal model's prompt is computed in pieces, so that no prefill step of it has more tokens than these rules allow.
 
 The rules count tokens and steps, not seconds, so every rank takes the same decisions.
 """
@@ -41,6 +43,14 @@ class Turns:
         self._prefilled_last = False
         self._overtaken: Mapping[str, int] = {}
         """By request id: prefill steps in which a later prompt went first."""
+
+    def piece(self, *, decoding: bool) -> int:
+        """Most tokens of a prompt in one step, if it can be computed in pieces.
+
+        Args:
+            decoding: whether any request decodes.
+        """
+        return min(self.max_tokens, TOKENS_PER_DECODING_STEP) if decoding else self.max_tokens
 
     def choose(self, waiting: Mapping[str, int], decoding: bool) -> list[str]:
         """Notes that a step is made, and chooses its prompts.

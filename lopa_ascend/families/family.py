@@ -43,6 +43,8 @@ class Family:
     """Fields of its own that change the computation, with the values that can be computed. None is a missing field."""
     unused: frozenset[str] = frozenset()
     """Fields of its own that change nothing here, and fields of Qwen2 that ``complete`` reads in another way."""
+    own_rope: frozenset[str] = frozenset()
+    """Further fields of ``rope_parameters`` that ``complete`` reads, with "rope_type"."""
     complete: Callable[[Fields, ModelConfig], ModelConfig] | None = None
     """Adds what only this family has, such as experts, to the configuration that was read."""
     end_tokens: tuple[str, ...] = ()

@@ -66,7 +66,7 @@ def read_config(
     num_layers = fields.integer("num_hidden_layers", 1024)
     if family is not None:
         _refuse_variants(fields, rope, num_layers, family)
-    has_blocks = family is not None and family.properties.is_block_causal
+    has_blocks = family is not None and family.properties.has_blocks
     block_size = fields.integer("block_size", MAX_BLOCK) if has_blocks else None
     mask, eos = _special_ids(fields, generation, str(Path(source).with_name("generation_config.json")), vocab)
     found = ModelConfig(
@@ -137,9 +137,10 @@ def _refuse_variants(fields: Fields, rope: Mapping[str, Any], num_layers: int, f
         raise fields.error("layer_types", f"{num_layers} times {_FULL!r}: other kinds of attention are not supported")
     in_rope = Fields(rope, f"{fields.source}: rope_parameters")
     for name in rope:
-        if name not in ("rope_theta", "rope_type", "type", "partial_rotary_factor"):
+        if name not in {"rope_theta", "rope_type", "type", "partial_rotary_factor", *family.own_rope}:
             raise ConfigError(f"{in_rope.source} has the field {name!r}, expected rope_theta and rope_type alone")
-    in_rope.expect("rope_type", ("default",), default="default")
+    if not family.own_rope:
+        in_rope.expect("rope_type", ("default",), default="default")
     in_rope.expect("type", ("default",), default="default")
     in_rope.expect("partial_rotary_factor", (1,), default=1)
 

@@ -26,7 +26,7 @@ def recommendations(model: str | Path) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     family = family_of(model)
-    if family is not None and family.properties.is_block_causal:
+    if family is not None and family.properties.has_blocks:
         file = Path(model) / "config.json"
         size = fields_of(read_json_object(file, ConfigError), str(file), family).integer("block_size", MAX_BLOCK)
         found[f"{family.source} and config.json"] = {**family.recommended, "block_size": size}

@@ -14,7 +14,18 @@ from typing import Any
 
 from lopa_ascend.config import ConfigError
 from lopa_ascend.config.files import read_json_object
-from lopa_ascend.families import dream, dream_reasoner, fast_dllm2, llada, llada2, sdar
+from lopa_ascend.families import (
+    a2d,
+    dream,
+    dream_reasoner,
+    fast_dllm2,
+    llada,
+    llada2,
+    nemotron,
+    pangu,
+    sdar,
+    stable_diffcoder,
+)
 from lopa_ascend.families.family import Family
 
 GROUP = "lopa_ascend.families"
@@ -37,8 +48,10 @@ def register_family(family: Family) -> None:
     FAMILIES[family.name] = family
 
 
-for module in (dream, dream_reasoner, fast_dllm2, llada, llada2, sdar):
+for module in (dream, dream_reasoner, fast_dllm2, llada, llada2, nemotron, pangu, sdar, stable_diffcoder):
     register_family(module.FAMILY)
+for member in a2d.FAMILIES:
+    register_family(member)
 
 
 def known_families() -> set[str]:

@@ -14,6 +14,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, pages_for
@@ -29,6 +30,8 @@ class Prefix:
     block_size: int
     """Block-causal model: its block size. Otherwise, if the prompt sees the first block: that block's length, since it
     is all masks; or else 0."""
+    phase: int
+    """Where the first whole block begins, if the grid of blocks does not begin at position 0; else 0."""
     tokens: tuple[int, ...]
     """Token ids."""
     pages: tuple[int, ...] = field(default=(), compare=False)
@@ -176,8 +179,9 @@ class BlockPrefixCache(PrefixCache):
 
 def _num_common(key: Prefix, other: Prefix) -> int:
     """Positions at the beginning, in whole blocks, that have the same keys and values."""
-    if (key.window_attention, key.block_size) != (other.window_attention, other.block_size):
+    if (key.window_attention, key.block_size, key.phase) != (other.window_attention, other.block_size, other.phase):
         return 0
     size, tokens, others = key.block_size, key.tokens, other.tokens
     end = min(len(tokens), len(others))
-    return next((i for i in range(0, end, size) if tokens[i : i + size] != others[i : i + size]), end)
+    begins = [0, *range(key.phase or size, end, size)]
+    return next((i for i, j in pairwise([*begins, end]) if tokens[i:j] != others[i:j]), end)

@@ -112,15 +112,23 @@ class Decoder:
         rotary_dim, device = self.config.rotary_dim, embed.device
         positions = torch.arange(num_positions, dtype=torch.float32, device=device)
         even_dims = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, self.config.rope_theta ** -(even_dims / rotary_dim))
+        yarn, frequencies = self.config.yarn, self.config.rope_theta ** -(even_dims / rotary_dim)
+        if yarn is not None:
+            frequencies = torch.tensor(yarn.frequencies(self.config.rope_theta, rotary_dim), device=device)
+        angles = torch.outer(positions, frequencies)
         angles = F.pad(angles, (0, (self.config.head_dim - rotary_dim) // 2))  # the others are rotated by 0
-        tables = torch.stack(self.ops.rope_tables(angles.cos(), angles.sin(), embed.dtype))
+        factor = 1.0 if yarn is None else yarn.attention_factor
+        tables = torch.stack(self.ops.rope_tables(angles.cos() * factor, angles.sin() * factor, embed.dtype))
         if self._norms_heads:
             return tables
         head = torch.arange(self.num_heads + 2 * self.num_kv_heads, device=device)
         is_value_head = head >= self.num_heads + self.num_kv_heads
         no_angle = torch.tensor([1.0, 0.0], dtype=embed.dtype, device=device)  # cos, sin
-        return torch.where(is_value_head[:, None], no_angle.view(2, 1, 1, 1), tables)
+        tables = torch.where(is_value_head[:, None], no_angle.view(2, 1, 1, 1), tables)
+        if yarn is not None and yarn.query_beta:
+            scale = 1 + yarn.query_beta * torch.log1p((positions / yarn.original).floor())
+            tables[:, :, : self.num_heads] *= scale[:, None, None].to(tables.dtype)
+        return tables
 
     def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
         """See ``Model.forward``."""

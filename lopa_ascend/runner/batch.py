@@ -37,6 +37,8 @@ class Span(NamedTuple):
     length: int
     row: int
     """Index in the share."""
+    is_causal: bool = False
+    """See ``Entries.causal``."""
 
 
 class Part(NamedTuple):
@@ -90,6 +92,7 @@ def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops, logit_shift
     lengths: list[int] = []
     kv_lengths: list[int] = []
     page_tables: list[Sequence[int]] = []
+    causal: list[bool] = []
     prefix_groups: list[int] = []
     prefixes: list[int] = []
     for share, pages in items:
@@ -99,7 +102,8 @@ def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops, logit_shift
         spans, prefix_length = _spans(share), share.plan.prefix_length
         row_tokens = _row_tokens(share, spans, sum(lengths))
         parts.append(_part(share, spans, row_tokens, logit_shift))
-        for num_keys, end, length, number in spans:
+        own_prefixes = [0, prefix_length]
+        for num_keys, end, length, number, is_causal in spans:
             row, begin = share.rows[number], end - length
             tokens.append(np.array(row.tokens[begin - row.start : end - row.start], dtype=np.int64))
             positions.append(np.arange(begin, end))
@@ -108,8 +112,13 @@ def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops, logit_shift
             page_tables.append(pages.by_slot[share.slots[number]])
             # A sequence has a group for queries inside its prefix, if this step computes them, and then one for those
             # after it. So the first block reads a prompt of the same step exactly as it reads a cached prompt.
-            prefix_groups.append(len(prefixes) + (begin >= prefix_length))
-        prefixes += [0, prefix_length]
+            group = int(begin >= prefix_length)
+            if is_causal:
+                group = len(own_prefixes)
+                own_prefixes.append(begin // PAGE_SIZE * PAGE_SIZE)
+            prefix_groups.append(len(prefixes) + group)
+            causal.append(is_causal)
+        prefixes += own_prefixes
         positions_written, source = _writes(share, row_tokens, pages)
         written.append(positions_written)
         sources.append(source)
@@ -121,6 +130,7 @@ def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops, logit_shift
         page_tables=_page_tables(page_tables, kv_lengths),
         prefix_groups=tuple(prefix_groups),
         prefixes=tuple(prefixes),
+        causal=tuple(causal) if any(causal) else (),
     ).divided(ops.max_queries)
 
     def on_device(column: list[Indices]) -> Tensor:
@@ -143,6 +153,10 @@ def _spans(share: Share) -> list[Span]:
     spans: list[Span] = []
     for index, row in enumerate(share.rows):
         begin = row.start
+        if row.is_causal:
+            cuts = [begin, *range(pages_for(begin + 1) * PAGE_SIZE, row.end, PAGE_SIZE), row.end]
+            spans += [Span(last, last, last - first, index, is_causal=True) for first, last in pairwise(cuts)]
+            continue
         for end in row.entry_ends:
             if begin >= row.compute_from:
                 # An entry that spans prompt and first block is cut where the prefix ends.
@@ -158,7 +172,7 @@ def _row_tokens(share: Share, spans: Sequence[Span], first_token: int) -> list[I
     after the other, from index ``first_token`` on."""
     row_tokens = [np.full(len(row.tokens), BEFORE_WINDOW, dtype=np.int64) for row in share.rows]
     next_token = first_token
-    for _, end, length, index in spans:
+    for _, end, length, index, _ in spans:
         offset = end - length - share.rows[index].start
         row_tokens[index][offset : offset + length] = np.arange(next_token, next_token + length)
         next_token += length
@@ -173,7 +187,7 @@ def _part(share: Share, spans: Sequence[Span], row_tokens: list[Indices], logit_
     of these rows."""
     masked_by_row = [np.array(row.masked, dtype=np.int64) for row in share.rows]
     predicting_by_row = [
-        _tokens_at(row, tokens, masked - logit_shift)
+        _tokens_at(row, tokens, masked - (1 if row.is_causal else logit_shift))
         for row, tokens, masked in zip(share.rows, row_tokens, masked_by_row, strict=True)
     ]
     num_masked = [len(masked) for masked in masked_by_row]

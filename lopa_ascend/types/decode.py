@@ -60,6 +60,8 @@ class RowPlan:
     masked: tuple[int, ...]
     """Positions to predict, ascending: those that are masked, and with ``editing_threshold`` the others of the open
     block that are generated."""
+    is_causal: bool = False
+    """Each position sees those up to its own, and predicts the one behind it; so ``masked`` may be ``end`` too."""
     stale_end: int = 0
     """If it is larger than ``end``, the queries also see the positions from ``end`` up to this one, by the keys and
     values that an earlier pass has left in the cache."""
@@ -91,6 +93,14 @@ class SequencePlan:
     fills_all_slots: bool = False
     """There is one row. Every group computes it, and its keys and values go to every slot: later rows of any slot read
     them."""
+
+    def piece(self, num_tokens: int) -> SequencePlan:
+        """The first ``num_tokens`` positions of a causal pass that commits all that it computes. It predicts nothing,
+        unless these are all."""
+        (row,) = self.rows
+        if num_tokens >= len(row.tokens):
+            return self
+        return replace(self, num_new=num_tokens, rows=(replace(row, tokens=row.tokens[:num_tokens], masked=()),))
 
     def keep(self, num_lookaheads: int) -> SequencePlan:
         """Without the lookahead branches behind the first ``num_lookaheads``."""

@@ -196,12 +196,93 @@ class Llada2Params(msgspec.Struct, forbid_unknown_fields=True):
         return found | {"denoising_steps": steps, **editing}
 
 
+class CausalParams(msgspec.Struct, forbid_unknown_fields=True):
+    """Of the modes of Nemotron-Labs-Diffusion, openPangu-R-7B-Diffusion and Orthrus, greedy."""
+
+    mode: Literal["ar", "block", "linear_spec"]
+    max_new_tokens: int
+    block_length: int = 1
+    num_small_blocks: int = 1
+    alg: Literal["origin", "confidence_threshold", "entropy"] = "confidence_threshold"
+    threshold: float | None = None
+    stop_at_eos: bool = False
+    max_thinking_tokens: int | None = None
+    end_think_token_id: int | None = None
+    lora: bool = False
+
+    def decoding(self, model: Path) -> dict[str, Any]:
+        """The parameters by our names."""
+        if self.mode == "ar":
+            return {"decoding": "ar"}
+        if self.mode != "block":
+            raise ValueError(f"mode: {self.mode!r} is not decoded")
+        found: dict[str, Any] = {
+            "decoding": "causal_blocks",
+            "block_size": self.block_length,
+            "sub_block_size": self.block_length // self.num_small_blocks,
+            "tau_conf": 1.0 if self.threshold is None or self.alg != "confidence_threshold" else self.threshold,
+        }
+        return found | ({"confidence": "neg_entropy"} if self.alg == "entropy" else {})
+
+
+class A2dParams(msgspec.Struct, forbid_unknown_fields=True):
+    """Of dLLM's samplers for Tiny-A2D, greedy."""
+
+    max_new_tokens: int
+    block_size: int
+    steps: int
+
+    stop_at_eos: ClassVar = False
+
+    def decoding(self, model: Path) -> dict[str, Any]:
+        """The parameters by our names. As published a block with an EOS is filled to its end."""
+        num_blocks = -(-self.max_new_tokens // self.block_size)
+        return {
+            "decoding": "parallel",
+            "block_size": self.block_size,
+            "tau_conf": 1.0,
+            "denoising_steps": -(-self.steps // num_blocks),
+            "finish_at_eos": False,
+        }
+
+
+class A2dBlockParams(A2dParams):
+    """The same in blocks, where a block with an EOS is the last."""
+
+    stop_at_eos: ClassVar = True
+
+    def decoding(self, model: Path) -> dict[str, Any]:
+        return super().decoding(model) | {"decoding": "d2f", "tau_add": 1.0}
+
+
+class DiffCoderParams(msgspec.Struct, forbid_unknown_fields=True):
+    """Of ``generate_block`` of Stable-DiffCoder, greedy."""
+
+    gen_length: int
+    block_length: int
+    steps: int
+    threshold: float | None
+    stop_at_eos: bool = False
+
+    def decoding(self, model: Path) -> dict[str, Any]:
+        """The parameters by our names. The plan has no effect beside a threshold, if it is long enough."""
+        steps = self.steps * self.block_length // self.gen_length
+        pace = {"denoising_steps": steps, "tau_conf": 1.0} if self.threshold is None else {"tau_conf": self.threshold}
+        return {"decoding": "d2f", "block_size": self.block_length, "tau_add": 1.0, "finish_at_eos": False, **pace}
+
+
 FAMILIES = {
     "sdar": SdarParams,
     "fastdllm2": FastDllm2Params,
     "llada": LladaParams,
     "llada2": Llada2Params,
     "d3llm": D3llmParams,
+    "nemotron": CausalParams,
+    "pangu": CausalParams,
+    "orthrus": CausalParams,
+    "a2d_mdlm": A2dParams,
+    "a2d_bd3lm": A2dBlockParams,
+    "diffcoder": DiffCoderParams,
 }
 """The published parameters of each family that can be compared."""
 

@@ -7,7 +7,9 @@ A step's attention is planned once, for all layers, and then takes few calls of 
 2. In each of the two parts, entries of equal shapes make a batch, and a batch is one call.
 3. The two partial results of an entry are merged by their log-sum-exps.
 
-As there is no mask, the H / K query heads that share a KV head are handled as one long query. So q [T, H, D] is seen as
+Causal entries see their own positions, which lie in one page, through a mask over that whole page.
+
+In a batch the H / K query heads that share a KV head are handled as one long query. So q [T, H, D] is seen as
 T * K query rows [H / K, D], one for each token and KV head. They come in three orders: token order (token, KV head), as
 they lie in q; own order (batch, entry, KV head, token), by the batches of the own part; and prefix order, the same by
 the batches of the prefix part.
@@ -15,6 +17,7 @@ the batches of the prefix part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,6 +48,8 @@ class Reading:
     positions: Tensor
     """Flat cache positions, int64 [entries, keys], or [1, keys] where all entries of the batches see the same keys."""
     batches: tuple[AttentionBatch, ...]
+    hidden: Tensor | None = None
+    """Of causal entries: which of the keys each query does not see, bool [entries, queries, keys]."""
 
 
 @dataclass(frozen=True)
@@ -94,16 +99,23 @@ def plan_attention(entries: Entries, kv_heads: int, page_size: int) -> Attention
 def plan_own_part(entries: Entries, page_size: int) -> tuple[list[Reading], list[list[int]]]:
     """The readings of the keys after the prefixes, and the entries of all batches in order, by their indices."""
     prefixes = [entries.prefixes[group] for group in entries.prefix_groups]
+    causal = entries.causal or (False,) * len(prefixes)
 
-    def shape(i: int) -> tuple[bool, int, int]:
-        return not prefixes[i], entries.lengths[i], entries.kv_lengths[i] - prefixes[i]
+    def shape(i: int) -> tuple[bool, bool, int, int]:
+        num_keys = page_size if causal[i] else entries.kv_lengths[i] - prefixes[i]
+        return not prefixes[i], causal[i], entries.lengths[i], num_keys
 
     readings, batches = [], []
-    for (_, length, num_keys), group in groupby(sorted(range(len(prefixes)), key=shape), shape):
+    for (_, is_causal, length, num_keys), group in groupby(sorted(range(len(prefixes)), key=shape), shape):
         members = list(group)
         begins = [prefixes[i] for i in members]
         positions = flat_positions(entries.page_tables[members], begins, num_keys, page_size)
-        readings.append(Reading(positions, (AttentionBatch(len(members), length),)))
+        hidden = None
+        if is_causal:
+            own_lengths = torch.tensor([entries.kv_lengths[i] - prefixes[i] for i in members])
+            seen = own_lengths[:, None] - length + 1 + torch.arange(length)  # keys that each query sees
+            hidden = torch.arange(page_size) >= seen[..., None]
+        readings.append(Reading(positions, (AttentionBatch(len(members), length),), hidden))
         batches.append(members)
     return readings, batches
 
@@ -176,11 +188,18 @@ def attend(queries: Tensor, k_cache: Tensor, v_cache: Tensor, readings: Sequence
     first, outs, lses = 0, [], []
     for reading in readings:
         key, value = (gather(cache, reading.positions) for cache in (k_cache, v_cache))
+        mask = None
+        if reading.hidden is not None:
+            # What the page holds behind the last query may be anything, NaN too.
+            for tensor in (key, value):
+                tensor.masked_fill_(reading.hidden[:, -1, None, :, None], 0)
+            mask = queries.new_zeros(()).masked_fill(reading.hidden, -math.inf)
+            mask = mask.repeat_interleave(group, 1)[:, None]
         for num_entries, length in reading.batches:
             last = first + num_entries * kv_heads * length
             query = queries[first:last].view(num_entries, kv_heads, length * group, dim)
             shape = (num_entries, -1, -1, -1)
-            out, lse = flash_attention(query, key.expand(shape), value.expand(shape))
+            out, lse = flash_attention(query, key.expand(shape), value.expand(shape), mask)
             outs.append(out.reshape(-1, group, dim))
             lses.append(lse.reshape(-1, group))
             first = last
@@ -194,8 +213,11 @@ def gather(cache: Tensor, positions: Tensor) -> Tensor:
     return out.view(*positions.shape, kv_heads, dim).transpose(1, 2)
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention of queries [B, K, L, D] to all of key and value [B, K, keys, D].
+
+    Args:
+        mask: what is added to the scores [B, 1, L, keys]; None: nothing.
 
     Returns:
         The outputs [B, K, L, D], and the log-sum-exps of their scores, float32 [B, K, L].
@@ -204,7 +226,8 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     if is_single_task:
         # MKL would split the sums of a task that is alone among the threads, and round them otherwise: make it two.
         query, key, value = (x.expand(2, -1, -1, -1) for x in (query, key, value))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+        mask = None if mask is None else mask.expand(2, -1, -1, -1)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=mask)
     return (out[:1], lse[:1]) if is_single_task else (out, lse)
 
 

@@ -44,6 +44,7 @@ def call_attention(ops_number: int, q: Tensor, k_cache: Tensor, v_cache: Tensor,
         entries.kv_lengths,
         entries.prefix_groups,
         entries.prefixes,
+        entries.causal,
         ops_number,
     )
     return attended
@@ -59,12 +60,14 @@ def paged_attention(  # noqa: PLR0913
     kv_lengths: Sequence[int],
     prefix_groups: Sequence[int],
     prefixes: Sequence[int],
+    causal: Sequence[bool],
     ops_number: int,
 ) -> Tensor:
     """``attention`` of the registered ops over the entries with these fields."""
     table_bytes = page_tables.numpy().tobytes()
     entries = entries_of(
-        tuple(lengths), tuple(kv_lengths), table_bytes, tuple(page_tables.shape), tuple(prefix_groups), tuple(prefixes)
+        *(tuple(lengths), tuple(kv_lengths), table_bytes, tuple(page_tables.shape)),
+        *(tuple(prefix_groups), tuple(prefixes), tuple(causal)),
     )
     return registered(ops_number).attention(q, k_cache, v_cache, entries)
 
@@ -82,8 +85,9 @@ def entries_of(
     table_shape: tuple[int, ...],
     prefix_groups: tuple[int, ...],
     prefixes: tuple[int, ...],
+    causal: tuple[bool, ...],
 ) -> Entries:
     """The entries with these fields, of which ``table_bytes`` are the page tables, int32. All layers of a step get
     the same object, and so share one plan."""
     page_tables = torch.frombuffer(bytearray(table_bytes), dtype=torch.int32).view(table_shape)
-    return Entries(lengths, kv_lengths, page_tables, prefix_groups, prefixes)
+    return Entries(lengths, kv_lengths, page_tables, prefix_groups, prefixes, causal=causal)

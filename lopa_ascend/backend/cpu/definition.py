@@ -27,10 +27,15 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> 
     group = heads // k_cache.shape[2]  # query heads that share a KV head
     outputs = []
     spans = q.float().split(list(entries.lengths))
-    for query, kv_length, pages in zip(spans, entries.kv_lengths, entries.page_tables.long(), strict=True):
+    causal = entries.causal or (False,) * len(spans)
+    columns = zip(spans, entries.kv_lengths, entries.page_tables.long(), causal, strict=True)
+    for query, kv_length, pages, is_causal in columns:
         visible = [cache[pages].flatten(0, 1)[:kv_length].float() for cache in (k_cache, v_cache)]  # [keys, K, D]
         key, value = (x.repeat_interleave(group, dim=1) for x in visible)  # [keys, H, D]
         scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(dim)
+        if is_causal:
+            behind = torch.ones(scores.shape[1:], dtype=torch.bool).triu(kv_length - len(query) + 1)
+            scores = scores.masked_fill(behind, -math.inf)
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
     return torch.cat(outputs).flatten(1).to(q.dtype)
 

@@ -178,7 +178,7 @@ def multiply_int8(
 
 @triton.jit(do_not_specialize=["q_stride", "table_stride", "length"])
 def attend_tile(
-    q, k_cache, v_cache, out, tables, kv_lengths, starts, q_stride, table_stride, length, scale,
+    q, k_cache, v_cache, out, tables, kv_lengths, starts, causal, q_stride, table_stride, length, scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -188,6 +188,7 @@ def attend_tile(
     all of them. BLOCK_KEYS divides PAGE: a block of keys lies in one page.
 
     starts: the first query of each entry, and the number of all [entries + 1]; None if each has ``length`` of them.
+    causal: of each entry 1 if it is causal, else 0; None: none is.
     scale: of the scores, times log2(e), because powers of 2 are what the device computes.
     """
     entry, head = tl.program_id(1), tl.program_id(2)
@@ -206,6 +207,9 @@ def attend_tile(
     in_row = (row < count * GROUP)[:, None] & (d < DIM)[None, :]
     query = tl.load(q + token[:, None] * q_stride + own_head[:, None] * DIM + d[None, :], mask=in_row, other=0.0)
     num_keys = tl.load(kv_lengths + entry)
+    seen_keys = tl.full((BLOCK_ROWS,), 0, tl.int32) + num_keys
+    if causal is not None:
+        seen_keys -= tl.load(causal + entry) * (count - 1 - row // GROUP)
     # Not -inf, which cannot be subtracted from itself.
     highest = tl.full((BLOCK_ROWS,), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
@@ -219,7 +223,7 @@ def attend_tile(
         seen = is_seen[:, None] & (d < DIM)[None, :]
         k = tl.load(k_cache + at[:, None] + d[None, :], mask=seen, other=0.0)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        scores = tl.where((begin + key)[None, :] < seen_keys[:, None], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(highest - higher)

@@ -47,6 +47,8 @@ class _Plan(NamedTuple):
     """int32 [entries]."""
     starts: Tensor | None
     """See ``kernels.attend_tile``."""
+    causal: Tensor | None
+    """See ``kernels.attend_tile``."""
     longest: int
     """Queries of the longest entry."""
 
@@ -217,8 +219,8 @@ class CudaOps:
         out = q.new_empty(tokens, heads * dim)
         grid = triton.cdiv(plan.longest * group, QUERY_ROWS), len(entries.lengths), kv_heads
         kernels.attend_tile[grid](
-            q, k_cache, v_cache, out, plan.tables, plan.kv_lengths, plan.starts, q.stride(0), plan.tables.stride(0),
-            plan.longest, dim**-0.5 * math.log2(math.e), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size,
+            q, k_cache, v_cache, out, plan.tables, plan.kv_lengths, plan.starts, plan.causal, q.stride(0),
+            plan.tables.stride(0), plan.longest, dim**-0.5 * math.log2(math.e), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size,
             BLOCK_ROWS=QUERY_ROWS, BLOCK_KEYS=KEYS, BLOCK_DIM=max(LEAST_DIM, triton.next_power_of_2(dim)),
             num_warps=4, num_stages=2,
         )  # fmt: skip
@@ -234,7 +236,8 @@ class CudaOps:
         if min(entries.lengths) != longest:
             ends = torch.tensor(entries.lengths).cumsum(0).tolist()
             starts = self._uploaded((0, *ends))
-        return _Plan(entries.page_tables.contiguous(), kv_lengths, starts, longest)
+        causal = self._uploaded(entries.causal) if any(entries.causal) else None
+        return _Plan(entries.page_tables.contiguous(), kv_lengths, starts, causal, longest)
 
     def _uploaded(self, numbers: tuple[int, ...]) -> Tensor:
         """Numbers as int32 on the device, by a copy that runs while the host goes on."""

@@ -40,7 +40,7 @@ class Replicas:
 
     def __init__(self, handle: DeploymentHandle, properties: ModelProperties):
         # The prefix cache knows whole prompts, or their beginnings if nothing behind these changes them.
-        self._prefix = SHARED_TOKENS if properties.is_block_causal else None
+        self._prefix = SHARED_TOKENS if properties.has_blocks else None
         self._generate = handle.generate.options(stream=True)
         self._name = handle.deployment_name
         self._messages: asyncio.Queue[FromEngine] = asyncio.Queue()

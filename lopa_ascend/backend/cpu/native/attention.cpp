@@ -171,9 +171,11 @@ struct Pages {
   }
 };
 
-// The attention of the rows from `first` on, of which there are up to TASK_ROWS.
+// The attention of the rows from `first` on, of which there are up to TASK_ROWS. The last of `causal` tokens sees
+// num_keys keys, and each one before it a key less; if `causal` is 0 all see num_keys.
 AVX512 void attend(const Heads<const bfloat16>& queries, const Heads<bfloat16>& out, std::int64_t first, int num_rows,
-                   const Pages& keys, const Pages& values, std::int64_t num_keys, float scale, Scratch& scratch) {
+                   const Pages& keys, const Pages& values, std::int64_t num_keys, std::int64_t causal, float scale,
+                   Scratch& scratch) {
   const int dim = static_cast<int>(queries.dim);
   const Rows<float> sums{scratch.sums, dim};
   std::fill_n(scratch.sums, TASK_ROWS * dim, 0.0f);
@@ -193,9 +195,16 @@ AVX512 void attend(const Heads<const bfloat16>& queries, const Heads<bfloat16>& 
         weight[i] = reinterpret_cast<const word*>(weights[i]);
       }
       multiply_columns(query, dim / 2, {scratch.keys, PAGE}, columns, {scores[0], PAGE});
-      for (int i = 0; i < ROWS; i++)
-        soften(scores[i], count, scale, dim, weights[i], sums[begin + i], scratch.largest[begin + i],
-               scratch.total[begin + i]);
+      for (int i = 0; i < ROWS; i++) {
+        const std::int64_t token = (first + std::min(begin + i, num_rows - 1)) / queries.group;
+        const std::int64_t hidden = causal ? causal - 1 - token : 0;
+        const int seen = static_cast<int>(std::clamp<std::int64_t>(num_keys - hidden - page * PAGE, 0, count));
+        const int written = (seen + LANES - 1) / LANES * LANES;
+        if (seen)
+          soften(scores[i], seen, scale, dim, weights[i], sums[begin + i], scratch.largest[begin + i],
+                 scratch.total[begin + i]);
+        std::fill_n(weights[i] + written, columns - written, bfloat16{0});
+      }
       multiply_columns(weight, (count + 1) / 2, {scratch.values, dim}, dim, {sums[begin], dim});
     }
   }
@@ -215,13 +224,14 @@ struct Task {
 // Attention of queries [T, heads, dim], whose tokens are `token_stride` elements apart, over the pages of two caches
 // [N, PAGE, kv_heads, dim] -> out [T, heads, dim].
 // `lengths` and `kv_lengths` are those of the entries; entry e reads the pages from tables + e * table_stride on.
+// `causal` says of each entry whether it is causal; null: none is.
 // `strides` are those of the first three dimensions of both caches, in elements. dim is a multiple of 16, and at most
 // MAX_DIM.
 extern "C" void lopa_attention(const bfloat16* queries, std::int64_t token_stride, const bfloat16* keys,
                                const bfloat16* values, bfloat16* out, const std::int64_t* lengths,
-                               const std::int64_t* kv_lengths, std::int64_t num_entries, const std::int32_t* tables,
-                               std::int64_t table_stride, const std::int64_t* strides, std::int64_t heads,
-                               std::int64_t kv_heads, std::int64_t dim, float scale, int threads) {
+                               const std::int64_t* kv_lengths, const std::int64_t* causal, std::int64_t num_entries,
+                               const std::int32_t* tables, std::int64_t table_stride, const std::int64_t* strides,
+                               std::int64_t heads, std::int64_t kv_heads, std::int64_t dim, float scale, int threads) {
   const std::int64_t group = heads / kv_heads;
   std::vector<Task> tasks;
   for (std::int64_t entry = 0, token = 0; entry < num_entries; token += lengths[entry++])
@@ -240,6 +250,7 @@ extern "C" void lopa_attention(const bfloat16* queries, std::int64_t token_strid
       return Pages{cache + task.kv_head * of[2], tables + task.entry * table_stride, of[0], of[1]};
     };
     attend(rows, results, task.first_row, static_cast<int>(task.num_rows), pages_of(keys, strides),
-           pages_of(values, strides + 3), kv_lengths[task.entry], scale, scratch);
+           pages_of(values, strides + 3), kv_lengths[task.entry],
+           causal && causal[task.entry] ? lengths[task.entry] : 0, scale, scratch);
   }
 }

@@ -19,7 +19,7 @@ OPENMP = re.compile(r"^(?:\S+ +){5}(/.*/lib(?:gomp|iomp5|omp)\b[^/\n]*\.so.*)$",
 """The file of an OpenMP library in the memory map of a process: the sixth field of a line, which may hold spaces."""
 MEMORY_MAP = Path("/proc/self/maps")
 ARGUMENTS = {
-    "lopa_attention": "plppppplplplllfi",
+    "lopa_attention": "plpppppplplplllfi",
     "lopa_swiglu": "pllpi",
     "lopa_swiglu_quant": "pllppi",
     "lopa_norm": "pppllfpi",

@@ -62,7 +62,8 @@ class NativeOps(CpuOps):
         self._kernels.call(
             "lopa_attention",
             *(q, q.stride(0), k_cache, v_cache, out),
-            *(numbers(*entries.lengths), numbers(*entries.kv_lengths), len(entries.lengths), tables, tables.shape[1]),
+            *(numbers(*entries.lengths), numbers(*entries.kv_lengths)),
+            *(numbers(*entries.causal) if entries.causal else None, len(entries.lengths), tables, tables.shape[1]),
             *(numbers(*k_cache.stride()[:3], *v_cache.stride()[:3]), heads, k_cache.shape[2], dim),
             1 / math.sqrt(dim),
             work=pairs * heads * dim // LANES,

@@ -1,0 +1,73 @@
+"""Decodings of causal models: a pass that commits reads its tokens causally, and predicts the token behind them.
+
+"ar" fills a position a pass, as the model's autoregressive mode does. "causal_blocks" (Nemotron-Labs-Diffusion,
+openPangu-R-7B-Diffusion) lets that prediction begin a block, whose other positions further passes fill while they see
+one another; then the block is committed. A prompt may be computed in pieces, because nothing behind a position changes
+its keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from lopa_ascend.decode.blocks import Branch
+from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
+from lopa_ascend.decode.strategy import Only
+from lopa_ascend.types import BranchRecord, ModelProperties, RowPlan, RowResult, SequencePlan, StepRecord
+
+
+class CausalBlocks(FastDllmV2):
+    """One sequence, block after block, each filled by sub-blocks."""
+
+    description = "block after block, each committed by a causal pass, for causal models"
+    base = "causal_blocks"
+    forces_first = False  # the pass that commits a block predicts the first position of the next one
+    only: ClassVar[Only] = {"sub_block_cache": (), "window_attention": ()}
+
+    @classmethod
+    def fits(cls, properties: ModelProperties) -> bool:
+        """Whether the model is causal, and was trained to fill blocks."""
+        return properties.is_causal and properties.fills_blocks
+
+    def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
+        """As in every decoding. A piece of a prompt predicts nothing, and is not counted as a forward pass."""
+        row, anchor = plan.rows[-1], self.anchor
+        if row.masked:
+            return super().absorb(plan, results, model_tokens, head_rows)
+        record = StepRecord(
+            index=self.num_forwards,
+            span=(row.start, row.end),
+            cache_length=self.num_committed,
+            committed=plan.num_new,
+            branches=(BranchRecord((), row.end, anchor.masks, 1.0),),
+            winner=0,
+            fills=(),
+            fallbacks=0,
+            model_tokens=model_tokens,
+            head_rows=head_rows,
+        )
+        self.num_committed += plan.num_new
+        return record
+
+    def _row(self, branch: Branch, full: bool) -> RowPlan:
+        row = super()._row(branch, full)
+        # While the first position of the last block is masked, the row ends before it.
+        return replace(row, is_causal=row.end <= branch.blocks[-1].start)
+
+
+class Autoregressive(CausalBlocks):
+    """One sequence, a token a pass."""
+
+    description = "one token a pass, as an autoregressive model, for causal models"
+    base = "ar"
+    only: ClassVar[Only] = {"sub_block_size": (), "tau_conf": None}
+
+    @classmethod
+    def fits(cls, properties: ModelProperties) -> bool:
+        """Whether the model is causal."""
+        return properties.is_causal
+
+    def extend(self, branch: Branch) -> Branch:
+        return branch.open_block(1, self.mask) if self._may_open(branch) else branch

@@ -1,0 +1,63 @@
+"""Nemotron-Labs-Diffusion (3B, 8B, 14B): the network of Ministral 3, in a causal view and in blocks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from lopa_ascend.config import ModelConfig, YarnConfig
+from lopa_ascend.config.files import Fields
+from lopa_ascend.families import dream
+from lopa_ascend.families.family import Family
+from lopa_ascend.families.table import HEAD, Row
+from lopa_ascend.types import ModelProperties
+
+_EMBEDDING = "encoder.embed_tokens.weight"
+TABLE = replace(
+    dream.TABLE,
+    before=(Row(_EMBEDDING, "embed.weight", ("vocab", "hidden")),),
+    layers="encoder.layers",
+    after=(
+        Row("encoder.norm.weight", "norm.weight", ("hidden",)),
+        Row("diffusion_head.weight", "head.weight", ("vocab", "hidden"), linear=HEAD, tied_to=_EMBEDDING),
+    ),
+)
+_YARN = ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim", "original_max_position_embeddings")
+
+
+def _complete(fields: Fields, config: ModelConfig) -> ModelConfig:
+    rope = Fields(fields.get("rope_parameters", {}), f"{fields.source}: rope_parameters")
+    rope.expect("rope_type", ("yarn", "default"), default="default")
+    if rope.get("rope_type", "default") == "default":
+        return config
+    factor = rope.number("factor", 0.0, at_least=1.0)
+
+    def magnitude(name: str) -> float:
+        return 0.1 * rope.number(name, 1.0) * math.log(factor) + 1
+
+    both = rope.has("mscale") and rope.has("mscale_all_dim")
+    implied = magnitude("mscale") / magnitude("mscale_all_dim") if both else magnitude("mscale")
+    yarn = YarnConfig(
+        factor=factor,
+        original=rope.integer("original_max_position_embeddings", 2**22),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=rope.number("attention_factor", implied),
+        query_beta=rope.number("llama_4_scaling_beta", 0.0) if rope.has("llama_4_scaling_beta") else 0.0,
+    )
+    return replace(config, yarn=yarn)
+
+
+FAMILY = Family(
+    model_type="nemotron_labs_diffusion",
+    checkpoints=("Nemotron-Labs-Diffusion",),
+    table=TABLE,
+    properties=ModelProperties(logit_shift=0, attention="causal"),
+    defaults={"attention_bias": False, "block_size": 32, "mask_token_id": 100, "rms_norm_eps": 1e-5},
+    only={"dlm_paradigm": ("bidirectional", "autoregressive", None), "sliding_window": (None,)},
+    unused=frozenset({"ar_loss_weight", "dlm_loss_weight", "dp_varying_mask_ratio", "rope_scaling"}),
+    own_rope=frozenset({*_YARN, "attention_factor", "llama_4_scaling_beta"}),
+    complete=_complete,
+    recommended={"decoding": "causal_blocks", "tau_conf": 0.9, "sub_block_size": 32},
+    source="the sampler of Nemotron-Labs-Diffusion",
+)
