@@ -28,6 +28,7 @@ from lopa_ascend.config.files import INDEX, SINGLE_FILE, read_json_object, shown
 from lopa_ascend.config.int8_files import MODELSLIM, MODELSLIM_WEIGHTS
 from lopa_ascend.families.family import Family
 from lopa_ascend.families.reading import eos_ids, read_config
+from lopa_ascend.families.registry import with_name
 from lopa_ascend.families.table import Tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -88,7 +89,7 @@ def config_json(path: str | Path) -> dict[str, Any]:
         CheckpointError: the directory or the file is missing, or the file is no JSON object.
     """
     check_directory(Path(path))
-    return read_json_object(Path(path) / "config.json", CheckpointError)
+    return with_name(read_json_object(Path(path) / "config.json", CheckpointError), path)
 
 
 def open_checkpoint(path: str | Path, model: Family | PlainTensors) -> Checkpoint:

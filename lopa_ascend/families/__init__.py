@@ -3,7 +3,7 @@
 from lopa_ascend.families.family import Family
 from lopa_ascend.families.reading import read_config
 from lopa_ascend.families.recommended import ignored_sampling, recommendations, recommended_decoding
-from lopa_ascend.families.registry import FAMILIES, family_in, family_of, register_family
+from lopa_ascend.families.registry import FAMILIES, family_in, family_of, register_family, with_name
 from lopa_ascend.families.table import HEAD, Row, Table
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "recommendations",
     "recommended_decoding",
     "register_family",
+    "with_name",
 ]

@@ -1,7 +1,7 @@
 """Tiny-A2D: Qwen3 and Qwen2 without the causal mask. One network, trained to be decoded in one of two ways.
 
-"mdlm" sees a whole canvas. "bd3lm" sees blocks, on a grid from the prompt's end. Only the name of a checkpoint says which
-it is.
+"mdlm" sees a whole canvas. "bd3lm" sees blocks, on a grid from the prompt's end. Only a checkpoint's name says which it
+is.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lopa_ascend.config import ConfigError
 from lopa_ascend.families import dream, sdar
 from lopa_ascend.families.family import Family
 from lopa_ascend.types import ModelProperties
@@ -19,7 +20,16 @@ _SOURCE = "the samplers of dLLM"
 
 
 def _named(way: str) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda config: way in str(config.get("_name_or_path", ""))
+    def claims(config: Mapping[str, Any]) -> bool:
+        name = str(config.get("_name_or_path", ""))
+        if "mdlm" not in name and "bd3lm" not in name:
+            raise ConfigError(
+                f"{name.strip()}: config.json does not say how a Tiny-A2D model decodes; name the directory so that it "
+                "contains mdlm or bd3lm, as its published name does"
+            )
+        return way in name
+
+    return claims
 
 
 def _family(network: str, way: str) -> Family:

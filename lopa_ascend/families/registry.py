@@ -22,6 +22,7 @@ from lopa_ascend.families import (
     llada,
     llada2,
     nemotron,
+    orthrus,
     pangu,
     sdar,
     stable_diffcoder,
@@ -48,7 +49,7 @@ def register_family(family: Family) -> None:
     FAMILIES[family.name] = family
 
 
-for module in (dream, dream_reasoner, fast_dllm2, llada, llada2, nemotron, pangu, sdar, stable_diffcoder):
+for module in (dream, dream_reasoner, fast_dllm2, llada, llada2, nemotron, orthrus, pangu, sdar, stable_diffcoder):
     register_family(module.FAMILY)
 for member in a2d.FAMILIES:
     register_family(member)
@@ -80,7 +81,13 @@ def family_of(model: str | Path) -> Family | None:
     Raises:
         ConfigError: as ``family_in``, or ``config.json`` is broken.
     """
-    return family_in(read_json_object(Path(model) / "config.json", ConfigError, optional=True))
+    return family_in(with_name(read_json_object(Path(model) / "config.json", ConfigError, optional=True), model))
+
+
+def with_name(config: dict[str, Any], model: str | Path) -> dict[str, Any]:
+    """A ``config.json`` whose field ``_name_or_path`` also has the path of its directory: some families are told apart
+    by the names of checkpoints alone."""
+    return {**config, "_name_or_path": f"{config.get('_name_or_path', '')} {Path(model).absolute()}"}
 
 
 def family_of_checkpoint(name: str) -> str | None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import msgspec
@@ -299,6 +300,8 @@ class Case:
     """Token ids of the answer, without the stop id at its end."""
     passes: list[Fills]
     """The fills of each forward pass that fills."""
+    way: str = ""
+    """What the directory of the model must be named, if it decodes in one of two ways."""
 
     @classmethod
     def read(cls, file: Path) -> Self:
@@ -331,7 +334,8 @@ class Case:
             if decoding.get("finish_at_eos", True) and trace.eos_token_id in output:
                 output = output[: output.index(trace.eos_token_id)]
         passes = [sorted(forward.fills) for forward in trace.trace if forward.fills]
-        return cls(file.parent.name, model, trace.prompt_ids, DecodingParams(**decoding), output, passes)
+        way = trace.family.partition("_")[2]
+        return cls(file.parent.name, model, trace.prompt_ids, DecodingParams(**decoding), output, passes, way)
 
     def run(self, llm: LLM) -> str | None:
         """What differs first; None if nothing does."""
@@ -369,10 +373,15 @@ def outcomes(folder: Path) -> Iterator[tuple[str, str | None]]:
             cases.append(Case.read(file))
         except (ValueError, OSError) as error:
             yield file.parent.name, f"{file}: {error}"
-    for model, group in groupby(
-        sorted(cases, key=lambda case: str(case.model.resolve())), lambda case: case.model.resolve()
-    ):
-        yield from _outcomes_of(model, list(group))
+
+    def key(case: Case) -> tuple[str, str]:
+        return str(case.model.resolve()), case.way
+
+    for (model, way), group in groupby(sorted(cases, key=key), key):
+        with TemporaryDirectory() as folder:
+            named = Path(folder) / (way or "model")
+            named.symlink_to(model)
+            yield from _outcomes_of(named, list(group))
 
 
 def _outcomes_of(model: Path, cases: list[Case]) -> Iterator[tuple[str, str | None]]:

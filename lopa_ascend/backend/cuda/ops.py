@@ -220,9 +220,9 @@ class CudaOps:
         grid = triton.cdiv(plan.longest * group, QUERY_ROWS), len(entries.lengths), kv_heads
         kernels.attend_tile[grid](
             q, k_cache, v_cache, out, plan.tables, plan.kv_lengths, plan.starts, plan.causal, q.stride(0),
-            plan.tables.stride(0), plan.longest, dim**-0.5 * math.log2(math.e), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size,
-            BLOCK_ROWS=QUERY_ROWS, BLOCK_KEYS=KEYS, BLOCK_DIM=max(LEAST_DIM, triton.next_power_of_2(dim)),
-            num_warps=4, num_stages=2,
+            plan.tables.stride(0), plan.longest, dim**-0.5 * math.log2(math.e),
+            GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size, BLOCK_ROWS=QUERY_ROWS, BLOCK_KEYS=KEYS,
+            BLOCK_DIM=max(LEAST_DIM, triton.next_power_of_2(dim)), num_warps=4, num_stages=2,
         )  # fmt: skip
         return out
 

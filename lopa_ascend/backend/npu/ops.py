@@ -15,6 +15,7 @@ Three things that the kernels need:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -29,6 +30,10 @@ MAX_ENTRIES = 4096
 """Entries that the attention kernel takes at most in the layout TND."""
 MAX_QUERIES = {"TND16": 16}
 """Queries that an attention entry has at most, by layout; any number in the others."""
+MASK_SIZE = 2048
+"""Sides of the mask of a causal entry. The kernel knows by ``sparse_mode`` what it means for other sizes."""
+RIGHT_DOWN_CAUSAL = 3
+"""The ``sparse_mode`` in which the last query sees all keys, and each one before it one less."""
 FRACTAL_NZ = 29
 """The number of the format in which the int8 product reads its weights fastest: tiles of 16 x 32."""
 JOINT_ROPE_DIMS = (64, 128)
@@ -223,6 +228,7 @@ class NpuOps:
                     lengths,
                     kv_lengths,
                     entries.page_tables[group],
+                    self._causal_mask() if _is_causal(entries, group) else None,
                 )
             )
             begin = end
@@ -235,11 +241,22 @@ class NpuOps:
         most = min(MAX_ENTRIES, max(1, num_pages // pages_per_entry))
         groups, first = [], 0
         for index, length in enumerate(entries.lengths):
-            is_other_length = self.kernel_layout == "BSH" and length != entries.lengths[first]
-            if is_other_length or index - first == most:
+            is_other = self.kernel_layout == "BSH" and length != entries.lengths[first]
+            is_other |= bool(entries.causal) and entries.causal[index] != entries.causal[first]
+            if is_other or index - first == most:
                 groups.append(slice(first, index))
                 first = index
         return [*groups, slice(first, len(entries.lengths))]
+
+    @cache  # noqa: B019  there is one object of a process
+    def _causal_mask(self) -> Tensor:
+        """The mask of a causal entry, in the form that the kernel compares with its documents: true behind a query."""
+        return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu(1).to(self.device)
+
+
+def _is_causal(entries: Entries, group: slice) -> bool:
+    """Whether the entries of a kernel need a mask: in those of one query the last key is the query's own."""
+    return bool(entries.causal) and entries.causal[group.start] and max(entries.lengths[group]) > 1
 
 
 def _grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -283,6 +300,7 @@ def attend(
     lengths: Sequence[int],
     kv_lengths: Sequence[int],
     page_tables: Tensor,
+    causal_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention by one kernel. What the kernel cannot take is not checked; see ``NpuOps.attention``.
 
@@ -291,6 +309,7 @@ def attend(
         q: contiguous queries [T, H, D].
         lengths: queries of each entry, all equal in BSH.
         page_tables: int32 [entries, pages].
+        causal_mask: bool [MASK_SIZE, MASK_SIZE] if all entries are causal.
     """
     tokens, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
@@ -306,5 +325,6 @@ def attend(
         scale=dim**-0.5,
         input_layout=layout,
         block_size=page_size,
+        **({} if causal_mask is None else {"atten_mask": causal_mask, "sparse_mode": RIGHT_DOWN_CAUSAL}),
     )[0]
     return out.view(tokens, heads * dim)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lopa_ascend.config import ConfigError, ModelConfig
 from lopa_ascend.config.files import read_json_object
-from lopa_ascend.families import family_in, read_config
+from lopa_ascend.families import family_in, read_config, with_name
 from lopa_ascend.hub import directory_of
 
 FILE = Path(__file__).with_name("geometries.json")
@@ -33,7 +33,7 @@ def load_model(name: str) -> ModelConfig:
         raise ConfigError(
             f"unknown model {name!r}; choose one of {', '.join(built_in)}, or give a directory or ORG/NAME"
         )
-    return _parse(read_json_object(file, ConfigError), str(file))
+    return _parse(with_name(read_json_object(file, ConfigError), file.parent), str(file))
 
 
 def _parse(values: dict[str, Any], source: str) -> ModelConfig:
