@@ -188,7 +188,9 @@ class Limits:
 
     def _check_first_step(self, prompt_tokens: int, params: DecodingParams) -> None:
         """Refuses a request whose first step would compute more tokens than ``max_num_batched_tokens``: the prompt, and
-        the first block or the whole canvas."""
+        the first block or the whole canvas. A causal model's prompt comes in pieces, before its first block."""
+        if self.properties.is_causal:
+            prompt_tokens = 0
         if params.is_pipelined:
             name, what, num_opened = "block_size", "first block", self._first_window(params)
         else:

@@ -325,7 +325,7 @@ class Case:
         output = trace.output_ids
         if trace.mask_token_id in output:  # after a stop the published code leaves masks
             output = output[: output.index(trace.mask_token_id)]
-        decoding["max_new_tokens"] = len(output)
+        decoding["max_new_tokens"], end = len(output), None
         decoding["ignore_eos"] = not found.stop_at_eos
         if found.stop_at_eos:
             if trace.eos_token_id is None:
@@ -333,7 +333,10 @@ class Case:
             decoding["eos_token_id"] = trace.eos_token_id
             if decoding.get("finish_at_eos", True) and trace.eos_token_id in output:
                 output = output[: output.index(trace.eos_token_id)]
+                end = len(trace.prompt_ids) + len(output)
         passes = [sorted(forward.fills) for forward in trace.trace if forward.fills]
+        while end is not None and passes[-1][0][0] > end:  # the published code goes on behind an EOS
+            passes.pop()
         way = trace.family.partition("_")[2]
         return cls(file.parent.name, model, trace.prompt_ids, DecodingParams(**decoding), output, passes, way)
 
