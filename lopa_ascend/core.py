@@ -123,7 +123,7 @@ class Sequence:
     @property
     def has_pieces(self) -> bool:
         """Whether the next step may compute a part of the prompt alone."""
-        return self.in_prefill and self.next_pass.rows[0].is_causal
+        return self.in_prefill and self.request.properties.is_causal
 
     @property
     def num_reserved(self) -> int:

@@ -24,7 +24,7 @@ class CausalBlocks(FastDllmV2):
     description = "block after block, each committed by a causal pass, for causal models"
     base = "causal_blocks"
     forces_first = False  # the pass that commits a block predicts the first position of the next one
-    only: ClassVar[Only] = {"sub_block_cache": (), "window_attention": ()}
+    only: ClassVar[Only] = {"sub_block_cache": (), "window_attention": ("block_causal",)}
 
     @classmethod
     def fits(cls, properties: ModelProperties) -> bool:

@@ -24,7 +24,7 @@ Tokens = tuple[int, ...]
 
 
 def key(tokens: Tokens, block_size: int = 4) -> Prefix:
-    return Prefix("block_causal", block_size, tokens)
+    return Prefix("block_causal", block_size, 0, tokens)
 
 
 def beginnings(tokens: Tokens, block_size: int) -> set[Tokens]:

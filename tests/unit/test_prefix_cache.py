@@ -16,7 +16,7 @@ PROMPT = tuple(range(3 * PAGE_SIZE + 40))
 
 
 def key(tokens: tuple[int, ...]) -> Prefix:
-    return Prefix("block_causal", 0, tokens)
+    return Prefix("block_causal", 0, 0, tokens)
 
 
 def cache_of(*prompts: tuple[int, ...]) -> PrefixCache:
@@ -64,4 +64,4 @@ def test_keys_and_values_depend_on_the_first_block_if_the_prompt_sees_it(
     window_attention: str, block_size: int, first_block: int
 ) -> None:
     params = DecodingParams(window_attention=window_attention, block_size=block_size, max_new_tokens=50)
-    assert prefix_key(Request("a", (1, 2), params)) == Prefix(window_attention, first_block, (1, 2))
+    assert prefix_key(Request("a", (1, 2), params)) == Prefix(window_attention, first_block, 0, (1, 2))

@@ -108,7 +108,7 @@ def test_a_cached_prompt_is_reused_only_if_its_own_pages_can_stay() -> None:
 def test_the_oldest_entry_goes_first() -> None:
     allocator = PageAllocator(4)
     cache = PrefixCache(allocator)
-    keys = [Prefix("block_causal", 0, (n,) * 128) for n in range(4)]
+    keys = [Prefix("block_causal", 0, 0, (n,) * 128) for n in range(4)]
     for key in keys:
         table = [allocator.allocate()]
         pages = cache.take_pages(key, table)
