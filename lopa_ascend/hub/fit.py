@@ -15,7 +15,7 @@ from lopa_ascend.config import ConfigError, EngineConfig, ModelConfig, Parameter
 from lopa_ascend.config.files import read_json_object
 from lopa_ascend.config.int8_files import CONFIG_FIELD, modelslim_descriptions, uses_compressed_tensors
 from lopa_ascend.config.kinds import format_size
-from lopa_ascend.families import Family, read_config
+from lopa_ascend.families import Family, read_config, with_name
 from lopa_ascend.families.table import sizes_of
 from lopa_ascend.kv.pages import page_bytes, pages_for
 from lopa_ascend.model.registry import find_model
@@ -104,7 +104,7 @@ def check_fit(name: str, engine: EngineConfig, directory: Path, stored: int) -> 
 def _read(name: str, directory: Path, stored: int) -> _Found:
     file = directory / "config.json"
     try:
-        raw = read_json_object(file, ConfigError)
+        raw = with_name(read_json_object(file, ConfigError), directory)
         family = find_model(raw)
         generation = read_json_object(directory / "generation_config.json", ConfigError, optional=True)
         config = read_config(raw, generation, str(file), family)
