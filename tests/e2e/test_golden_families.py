@@ -23,7 +23,13 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[
     return int(ended.value.code or 0), rows, json.loads(last)
 
 
-@pytest.mark.parametrize(("family", "num_cases"), [("sdar", 12), ("fastdllm2", 11), ("llada2", 12), ("d3llm", 8)])
+CASES = {
+    "sdar": 12, "fastdllm2": 11, "llada2": 12, "d3llm": 8, "nemotron": 6, "pangu": 9, "orthrus": 2, "a2d": 12,
+    "diffcoder": 10,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "num_cases"), CASES.items())
 def test_every_trace_is_reproduced(family: str, num_cases: int, capsys: pytest.CaptureFixture[str]) -> None:
     status, rows, report = run(GOLDEN / family, capsys)
     assert report == {"cases": num_cases, "equal": num_cases, "different": []}
@@ -42,7 +48,7 @@ def test_every_trace_of_llada_is_reproduced_but_for_guidance(capsys: pytest.Capt
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "family": (
         {"family": "llama"},
-        "family: unknown value 'llama', expected one of sdar, fastdllm2, llada, llada2, d3llm",
+        "family: unknown value 'llama', expected one of sdar, fastdllm2, llada, llada2, d3llm, nemotron",
     ),
     "model": ({"model_dir": "../absent"}, "model_dir: .*absent has no config.json"),
     "name": (
