@@ -14,7 +14,7 @@ from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
 from lopa_ascend.decode.editing import Editing
 from lopa_ascend.decode.schedule import wanted
 from lopa_ascend.decode.strategy import Only, SequenceStart, Strategy
-from lopa_ascend.types import Fill, RowPlan, SequencePlan
+from lopa_ascend.types import Fill, ModelProperties, RowPlan, SequencePlan
 
 WINDOW_ATTENTIONS = ("block_causal", "full")
 
@@ -63,6 +63,11 @@ class BlockPipeline(Strategy):
         Rule("editing_threshold", "structured_outputs", (None,)),
         Rule("editing_threshold", "max_thinking_tokens", (None,)),
     )
+
+    @classmethod
+    def fits(cls, properties: ModelProperties) -> bool:
+        """Whether final keys and values are those of the pass that fills the last mask of a block, or a later one."""
+        return not properties.is_causal
 
     def __init__(self, start: SequenceStart) -> None:
         params = start.params
