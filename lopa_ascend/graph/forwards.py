@@ -150,9 +150,7 @@ class Launcher:
         num_given = len(ForwardTensors._fields)
         given, caches = ForwardTensors(*tensors[:num_given]), tensors[num_given:]
         on_host, on_device = ((), kv_lengths) if isinstance(kv_lengths, Tensor) else (tuple(kv_lengths), None)
-        entries = Entries(
-            self._lengths, on_host, given.page_tables, self._groups, (0,), on_device, causal=self._causal
-        )
+        entries = Entries(self._lengths, on_host, given.page_tables, self._groups, (0,), on_device, causal=self._causal)
         inputs = ForwardInputs(given.tokens, given.positions, given.slot_mapping, given.source, entries, rows=None)
         num_layers = len(caches) // 2
         return self._model.forward(inputs, caches[:num_layers], caches[num_layers:])
