@@ -28,6 +28,10 @@ class NoGrammar:
         """
         return 0
 
+    def allowed_along(self, anchor: Branch, row: RowPlan) -> list[int]:
+        """The same at the first masked position of a row and, if the row is causal, at those behind it."""
+        return [self.allowed(anchor, row)]
+
     def must_fill(self, branch: Branch) -> int | None:
         """The position that a pass fills in any case; None: there is none."""
         return None
@@ -78,6 +82,21 @@ class GrammarFollower(NoGrammar):
         known = max(0, row.start - anchor.first)
         before = row.tokens[max(0, anchor.first - row.start) : row.masked[0] - row.start]
         return self._constraint.allowed((*anchor.tokens[:known], *before))
+
+    def allowed_along(self, anchor: Branch, row: RowPlan) -> list[int]:
+        if row.drafts and self.num_fitting(anchor, row) < row.masked[0] - anchor.first:
+            return []
+        if not row.is_causal:
+            return [self.allowed(anchor, row)]
+        found = []
+        for position in row.masked:
+            try:
+                found.append(self.allowed(anchor, replace(row, masked=(position,))))
+            except GrammarError:  # it concerns nobody unless the drafts before it are right
+                if not found:
+                    raise
+                break
+        return found
 
     def must_fill(self, branch: Branch) -> int | None:
         return branch.first + len(self._beginning(branch)) if branch.masks else None

@@ -50,8 +50,9 @@ class Placement:
         return slots_for(num_rows, self.size) * self.size
 
     def sends_values(self, plan: SequencePlan) -> bool:
-        """Whether the winner's keys and values must travel to the other groups, which have not computed the same."""
-        return plan.winner_commits and bool(plan.num_new) and len(plan.rows) > 1 and self.size > 1
+        """Whether the winner's keys and values, if it commits any, must travel to the other groups, which have not
+        computed the same."""
+        return plan.winner_commits and len(plan.rows) > 1 and self.size > 1
 
     def share(self, plan: SequencePlan) -> Share:
         """What this group computes of a forward pass."""

@@ -15,7 +15,7 @@ from lopa_ascend.probe import Probe
 from lopa_ascend.runner.batch import Indices
 from lopa_ascend.score.adjust import Adjustment
 from lopa_ascend.score.merge import merge_scores
-from lopa_ascend.score.prediction import NUM_COLUMNS, encode
+from lopa_ascend.score.prediction import NUM_COLUMNS, NUM_WITH_RUNNER_UP, encode
 from lopa_ascend.score.shards import MAX_OFFERED, Bans, join_bans, shard_scores
 from lopa_ascend.types import Scoring
 
@@ -73,7 +73,8 @@ class Scorer:
         """
         num_rows, scoring, round_ = len(rows), job.scoring, job.round
         if not num_rows:
-            return torch.empty(0, NUM_COLUMNS, dtype=torch.int32, device=self.ops.device)
+            width = NUM_WITH_RUNNER_UP if scoring.runner_up else NUM_COLUMNS
+            return torch.empty(0, width, dtype=torch.int32, device=self.ops.device)
         where = torch.from_numpy(positions).to(self.ops.device)
         score_rows = self.ops.score_rows or HEAD_ROWS
         if num_rows % score_rows == 1:  # torch sums a single row in several threads, so in another order

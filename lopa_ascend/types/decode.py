@@ -62,6 +62,8 @@ class RowPlan:
     block that are generated."""
     is_causal: bool = False
     """Each position sees those up to its own, and predicts the one behind it; so ``masked`` may be ``end`` too."""
+    drafts: bool = False
+    """What it predicts is verified by a later pass. Weights that a model has for drafts alone compute it."""
     stale_end: int = 0
     """If it is larger than ``end``, the queries also see the positions from ``end`` up to this one, by the keys and
     values that an earlier pass has left in the cache."""
@@ -80,7 +82,8 @@ class SequencePlan:
     """First position that is computed. The keys and values of the positions before it are in the cache: committed, or
     for a strategy that commits nothing those of an earlier pass."""
     num_new: int
-    """Positions from ``start`` on that this pass commits: their keys and values stay in the cache."""
+    """Positions from ``start`` on that this pass commits: their keys and values stay in the cache. A pass that verifies
+    drafts commits what it accepts of them instead (``StepRecord.committed``)."""
     rows: tuple[RowPlan, ...]
     """The branches in evaluation order: lookahead branches by rank, the anchor last."""
     max_rows: int
@@ -118,6 +121,8 @@ class RowResult:
     """Probabilities of those tokens, float32."""
     confidences: tuple[float, ...]
     """Confidences, float32."""
+    seconds: tuple[tuple[int, float], ...] = ()
+    """Only in a row that ``drafts``: the tokens that would be chosen without these, with their probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +181,9 @@ class StepRecord:
     not fit. They were masked again, and are masked still or among ``fills`` and ``forced``."""
     edits: tuple[Edit, ...] = ()
     """What the pass changed of positions that were filled before it."""
+    second_was_right: bool = False
+    """The pass has written in the place of the first of ``drafted`` that it refused what was the draft's second
+    choice there."""
 
     def canvas_positions(self, prompt_length: int) -> int:
         """Positions of the answer that all branches have in this pass. Each branch counts as many as the winner has.
