@@ -60,8 +60,11 @@ class RowPlan:
     masked: tuple[int, ...]
     """Positions to predict, ascending: those that are masked, and with ``editing_threshold`` the others of the open
     block that are generated."""
-    is_causal: bool = False
-    """Each position sees those up to its own, and predicts the one behind it; so ``masked`` may be ``end`` too."""
+    causal_end: int = 0
+    """Positions before this one see those up to their own; ``entry_ends`` says what the others see."""
+    logit_shift: int | None = None
+    """The logits at position q - logit_shift predict the token at q; with 1 ``masked`` may be ``end`` too. None: as
+    ``ModelProperties`` says."""
     stale_end: int = 0
     """If it is larger than ``end``, the queries also see the positions from ``end`` up to this one, by the keys and
     values that an earlier pass has left in the cache."""
@@ -176,6 +179,12 @@ class StepRecord:
     not fit. They were masked again, and are masked still or among ``fills`` and ``forced``."""
     edits: tuple[Edit, ...] = ()
     """What the pass changed of positions that were filled before it."""
+    drafted: tuple[Fill, ...] = ()
+    """Tokens that a later pass is to check, with the probabilities of this pass; if ``accepted`` is a number, the
+    tokens that this pass has checked, with those of the pass that drafted them. In the order of positions."""
+    accepted: int | None = None
+    """How many of ``drafted``, from the first one on, the pass would have written itself: ``fills`` has them, and as a
+    rule its own token behind them. None: it has checked none."""
 
     def canvas_positions(self, prompt_length: int) -> int:
         """Positions of the answer that all branches have in this pass. Each branch counts as many as the winner has.
