@@ -56,7 +56,9 @@ class CausalBlocks(FastDllmV2):
     def _row(self, branch: Branch, full: bool) -> RowPlan:
         row = super()._row(branch, full)
         # While the first position of the last block is masked, the row ends before it.
-        return replace(row, is_causal=row.end <= branch.blocks[-1].start)
+        if row.end > branch.blocks[-1].start:
+            return row
+        return replace(row, causal_end=row.end, entry_ends=(), logit_shift=1)
 
 
 class Autoregressive(CausalBlocks):

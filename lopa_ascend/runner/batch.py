@@ -158,11 +158,11 @@ def _spans(share: Share, compiled: bool) -> list[Span]:
         return sorted(Span(row.end, row.end, len(row.tokens), index, row.is_causal) for index, row in rows)
     spans: list[Span] = []
     for index, row in enumerate(share.rows):
-        begin = row.start
-        if row.is_causal:
-            cuts = [begin, *range(pages_for(begin + 1) * PAGE_SIZE, row.end, PAGE_SIZE), row.end]
+        begin, causal_end = max(row.start, row.compute_from), min(row.end, row.causal_end)
+        if begin < causal_end:
+            cuts = [begin, *range(pages_for(begin + 1) * PAGE_SIZE, causal_end, PAGE_SIZE), causal_end]
             spans += [Span(last, last, last - first, index, is_causal=True) for first, last in pairwise(cuts)]
-            continue
+        begin = max(row.start, causal_end)
         for end in row.entry_ends:
             if begin >= row.compute_from:
                 # An entry that spans prompt and first block is cut where the prefix ends.
@@ -193,7 +193,7 @@ def _part(share: Share, spans: Sequence[Span], row_tokens: list[Indices], logit_
     of these rows."""
     masked_by_row = [np.array(row.masked, dtype=np.int64) for row in share.rows]
     predicting_by_row = [
-        _tokens_at(row, tokens, masked - (1 if row.is_causal else logit_shift))
+        _tokens_at(row, tokens, masked - (logit_shift if row.logit_shift is None else row.logit_shift))
         for row, tokens, masked in zip(share.rows, row_tokens, masked_by_row, strict=True)
     ]
     num_masked = [len(masked) for masked in masked_by_row]

@@ -60,8 +60,11 @@ class RowPlan:
     masked: tuple[int, ...]
     """Positions to predict, ascending: those that are masked, and with ``editing_threshold`` the others of the open
     block that are generated."""
-    is_causal: bool = False
-    """Each position sees those up to its own, and predicts the one behind it; so ``masked`` may be ``end`` too."""
+    causal_end: int = 0
+    """Positions before this one see those up to their own; ``entry_ends`` says what the others see."""
+    logit_shift: int | None = None
+    """The logits at position q - logit_shift predict the token at q; with 1 ``masked`` may be ``end`` too. None: as
+    ``ModelProperties`` says."""
     drafts: bool = False
     """What it predicts is verified by a later pass. Weights that a model has for drafts alone compute it."""
     stale_end: int = 0
@@ -72,6 +75,11 @@ class RowPlan:
     def end(self) -> int:
         """The position after the last one of the row."""
         return self.start + len(self.tokens)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no position sees one behind it."""
+        return self.causal_end >= self.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +189,12 @@ class StepRecord:
     not fit. They were masked again, and are masked still or among ``fills`` and ``forced``."""
     edits: tuple[Edit, ...] = ()
     """What the pass changed of positions that were filled before it."""
+    drafted: tuple[Fill, ...] = ()
+    """Tokens that a later pass is to check, with the probabilities of this pass; if ``accepted`` is a number, the
+    tokens that this pass has checked, with those of the pass that drafted them. In the order of positions."""
+    accepted: int | None = None
+    """How many of ``drafted``, from the first one on, the pass would have written itself: ``fills`` has them, and as a
+    rule its own token behind them. None: it has checked none."""
     second_was_right: bool = False
     """The pass has written in the place of the first of ``drafted`` that it refused what was the draft's second
     choice there."""
