@@ -14,13 +14,14 @@ from lopa_ascend.decode.causal import Autoregressive, CausalBlocks
 from lopa_ascend.decode.fast_dllm import FastDllm
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
 from lopa_ascend.decode.lengths import Measuring
+from lopa_ascend.decode.linear_spec import LinearSpec
 from lopa_ascend.decode.lopa import Lopa, LopaCausalBlocks, LopaFastDllm, LopaFastDllmV2, LopaParallel
 from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
 
 add_decoding("lopa", Lopa, VerifiedLopa, ExactLopa, LopaParallel, LopaFastDllm, LopaFastDllmV2, LopaCausalBlocks)
-for strategy in (BlockPipeline, Parallel, Vanilla, FastDllm, FastDllmV2, CausalBlocks, Autoregressive):
+for strategy in (BlockPipeline, Parallel, Vanilla, FastDllm, FastDllmV2, CausalBlocks, Autoregressive, LinearSpec):
     add_decoding(strategy.base, strategy)
 
 

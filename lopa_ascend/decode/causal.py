@@ -77,5 +77,9 @@ class Autoregressive(CausalBlocks):
     def row_length(cls, params: DecodingParams) -> int:
         return 1
 
+    @property
+    def draw_number(self) -> int:
+        return 0  # each position is drawn once
+
     def extend(self, branch: Branch) -> Branch:
         return branch.open_block(1, self.mask) if self._may_open(branch) else branch

@@ -4,6 +4,7 @@ does not fit, and what is filled without a prediction because nothing else fits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.constraint import Constraint
@@ -31,6 +32,10 @@ class NoGrammar:
     def allowed_along(self, anchor: Branch, row: RowPlan) -> list[int]:
         """The same at the first masked position of a row and, if the row is causal, at those behind it."""
         return [self.allowed(anchor, row)]
+
+    def num_fitting(self, anchor: Branch, drafts: Sequence[int]) -> int:
+        """How many of some tokens, from the first on, fit behind the filled beginning of a branch."""
+        return len(drafts)
 
     def must_fill(self, branch: Branch) -> int | None:
         """The position that a pass fills in any case; None: there is none."""
@@ -84,10 +89,10 @@ class GrammarFollower(NoGrammar):
         return self._constraint.allowed((*anchor.tokens[:known], *before))
 
     def allowed_along(self, anchor: Branch, row: RowPlan) -> list[int]:
-        if row.drafts and self.num_fitting(anchor, row) < row.masked[0] - anchor.first:
-            return []
         if not row.is_causal:
-            return [self.allowed(anchor, row)]
+            known = anchor.first + len(self._beginning(anchor))
+            drafts = row.tokens[known - row.start : row.masked[0] - row.start] if row.drafts else ()
+            return [self.allowed(anchor, row)] if self.num_fitting(anchor, drafts) == len(drafts) else []
         found = []
         for position in row.masked:
             try:
@@ -97,6 +102,10 @@ class GrammarFollower(NoGrammar):
                     raise
                 break
         return found
+
+    def num_fitting(self, anchor: Branch, drafts: Sequence[int]) -> int:
+        beginning = self._beginning(anchor)
+        return self._constraint.admitted((*beginning, *drafts)) - len(beginning)
 
     def must_fill(self, branch: Branch) -> int | None:
         return branch.first + len(self._beginning(branch)) if branch.masks else None

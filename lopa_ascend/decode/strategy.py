@@ -200,6 +200,12 @@ class Strategy(ABC):
         """Generated positions, from the first one on, whose tokens penalties count."""
         return max(0, self.num_committed - len(self.prompt))
 
+    @property
+    def draw_number(self) -> int:
+        """What a draw depends on beside its seed and position: where a position may be drawn in several passes, the
+        number of the pass."""
+        return self.num_forwards
+
     @abstractmethod
     def plan(self) -> SequencePlan | None:
         """What the next forward pass computes; None when the sequence is done."""

@@ -36,6 +36,8 @@ class ForwardInputs:
     """Who attends to what."""
     rows: Tensor | None
     """Indices of the tokens whose hidden states are returned, int64 [R]; None: all."""
+    num_drafts: int = 0
+    """The first so many tokens draft: weights compute them that a model may have for drafts alone."""
 
     def to(self, device: torch.device) -> ForwardInputs:
         """The same on a device."""

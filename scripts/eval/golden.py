@@ -44,6 +44,10 @@ class Forward(msgspec.Struct):
 
     fills: list[tuple[int, ...]]
     """(position, token id), and for an edit the token id that it replaced."""
+    start: int = 0
+    """Position of its first row."""
+    len: int = 0
+    """Rows."""
 
 
 class Trace(msgspec.Struct):
@@ -215,8 +219,12 @@ class CausalParams(msgspec.Struct, forbid_unknown_fields=True):
         """The parameters by our names."""
         if self.mode == "ar":
             return {"decoding": "ar"}
-        if self.mode != "block":
-            raise ValueError(f"mode: {self.mode!r} is not decoded")
+        if self.mode == "linear_spec":
+            return {
+                "decoding": "linear_spec",
+                "block_size": self.block_length,
+                "draft_threshold": self.threshold or 0.0,
+            }
         found: dict[str, Any] = {
             "decoding": "causal_blocks",
             "block_size": self.block_length,
@@ -299,7 +307,10 @@ class Case:
     output: list[int]
     """Token ids of the answer, without the stop id at its end."""
     passes: list[Fills]
-    """The fills of each forward pass that fills."""
+    """The fills of each forward pass that fills; of linear self-speculation without those of blocks that reach beyond
+    ``max_new_tokens``, which end there here."""
+    with_adapter: bool = True
+    """Whether the adapter for drafts is used that the model may have."""
     way: str = ""
     """What the directory of the model must be named, if it decodes in one of two ways."""
 
@@ -325,6 +336,10 @@ class Case:
         output = trace.output_ids
         if trace.mask_token_id in output:  # after a stop the published code leaves masks
             output = output[: output.index(trace.mask_token_id)]
+        passes, with_adapter = trace.trace, True
+        if isinstance(found, CausalParams) and found.mode == "linear_spec":
+            output, end = output[: found.max_new_tokens], len(trace.prompt_ids) + found.max_new_tokens
+            passes, with_adapter = [each for each in passes if each.start + each.len <= end], found.lora
         decoding["max_new_tokens"], end = len(output), None
         decoding["ignore_eos"] = not found.stop_at_eos
         if found.stop_at_eos:
@@ -334,11 +349,11 @@ class Case:
             if decoding.get("finish_at_eos", True) and trace.eos_token_id in output:
                 output = output[: output.index(trace.eos_token_id)]
                 end = len(trace.prompt_ids) + len(output)
-        passes = [sorted(forward.fills) for forward in trace.trace if forward.fills]
-        while end is not None and passes[-1][0][0] > end:  # the published code goes on behind an EOS
-            passes.pop()
-        way = trace.family.partition("_")[2]
-        return cls(file.parent.name, model, trace.prompt_ids, DecodingParams(**decoding), output, passes, way)
+        fills = [sorted(forward.fills) for forward in passes if forward.fills]
+        while end is not None and fills[-1][0][0] > end:  # the published code goes on behind an EOS
+            fills.pop()
+        way, params = trace.family.partition("_")[2], DecodingParams(**decoding)
+        return cls(file.parent.name, model, trace.prompt_ids, params, output, fills, with_adapter, way)
 
     def run(self, llm: LLM) -> str | None:
         """What differs first; None if nothing does."""
@@ -349,6 +364,8 @@ class Case:
         """The first fills that differ; else the first token."""
         assert found.trace is not None
         ours = [changes for record in found.trace if (changes := _changes(record))]
+        if self.params.decoding == "linear_spec":
+            ours = ours[: len(self.passes)]
         for number, (mine, theirs) in enumerate(zip_longest(ours, self.passes)):
             if mine != theirs:
                 return f"pass {number} that fills: {mine or 'none'}, recorded {theirs or 'none'}"
@@ -377,13 +394,16 @@ def outcomes(folder: Path) -> Iterator[tuple[str, str | None]]:
         except (ValueError, OSError) as error:
             yield file.parent.name, f"{file}: {error}"
 
-    def key(case: Case) -> tuple[str, str]:
-        return str(case.model.resolve()), case.way
+    def key(case: Case) -> tuple[str, str, bool]:
+        return str(case.model.resolve()), case.way, case.with_adapter
 
-    for (model, way), group in groupby(sorted(cases, key=key), key):
+    for (model, way, with_adapter), group in groupby(sorted(cases, key=key), key):
         with TemporaryDirectory() as folder:
             named = Path(folder) / (way or "model")
-            named.symlink_to(model)
+            named.mkdir()
+            for file in Path(model).iterdir():
+                if with_adapter or file.is_file():
+                    named.joinpath(file.name).symlink_to(file)
             yield from _outcomes_of(named, list(group))
 
 
