@@ -188,8 +188,8 @@ def open_draft_adapter(path: Path, model: Tensors, architecture: str) -> Adapter
     for name in adapter.deltas:
         if not model.specs[name].ours.endswith(".o.weight"):
             raise CheckpointError(
-                f"{path / ADAPTER_CONFIG}: target_modules: adapts {name.removesuffix('.weight')}; an adapter for drafts "
-                "may adapt o_proj alone"
+                f"{path / ADAPTER_CONFIG}: target_modules: adapts {name.removesuffix('.weight')}; an adapter that only "
+                "drafts use may adapt o_proj alone"
             )
     return adapter
 

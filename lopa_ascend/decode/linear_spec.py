@@ -1,6 +1,6 @@
 """Linear self-speculation: a causal model drafts a block at once, and then reads it causally.
 
-A round is two passes. In the first the block's positions see one another, and each is drafted. The second is causal: its
+A round is two passes. In the first the positions of a block see one another, and are drafted. The second is causal: its
 predictions are those of "ar" as far as the drafts before them are right, so they are written up to the first that
 differs from its draft, that one included. A round writes one token at least, and the answer is that of "ar".
 

@@ -63,7 +63,7 @@ class Decoder:
         self._rope_tables = self._make_rope_tables(num_positions or config.max_position_embeddings, embed)
 
     def _stored(self, name: str, weight: Tensor, rows: Mapping[str, Row]) -> Tensor:
-        """A tensor in the form in which the ops read it. ``rows``: by our name, of all tensors but scales and an adapter's."""
+        """A tensor in the form in which the ops read it. ``rows``: by our name, of all but scales and an adapter."""
         if name.removesuffix(".weight").endswith((LORA_A, LORA_B)):
             return self.ops.packed(self.ops.stored(weight))
         is_scale = name not in rows

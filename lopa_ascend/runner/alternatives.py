@@ -90,7 +90,7 @@ class AlternativesRecorder:
         for rows in torch.from_numpy(index).to(job.hidden.device).split(ROWS_AT_A_TIME):
             logits = model.logits(job.hidden[rows])
             if job.adjustment is not None:
-                logits = job.adjustment.apply(logits, model.first_token_id)
+                logits = job.adjustment.of_rows(rows).apply(logits, model.first_token_id)
             found = most_probable(logits, job.scoring, count, model.first_token_id, model.tp)
             lists.append(torch.cat([found.ids.float(), found.probs], -1))
         return torch.cat(lists)

@@ -204,13 +204,12 @@ class EagerExecutor:
         except GrammarError as no_way_on:
             bans, error = None, str(no_way_on)
         strategy, prompt = sequence.strategy, sequence.request.prompt
-        answer = strategy.anchor.tokens[: strategy.num_counted]
         job = Job(
             hidden=hidden,
             positions=part.positions,
             scoring=replace(sequence.scoring, runner_up=True) if part.drafts else sequence.scoring,
             round=strategy.draw_number,
-            adjustment=adjustment_for(sequence.request.params, prompt, answer, self.ops.device),
+            adjustment=adjustment_for(sequence.request.params, prompt, _counted(sequence, part), self.ops.device),
             bans=bans,
         )
         return Pass(part, job, committing, error)
@@ -259,3 +258,16 @@ class EagerExecutor:
         if self.bp.rank != group:
             self.pool.write(page_table, begin, end, message[: values.numel()].view_as(values))
         return message[values.numel() :].clone()
+
+
+def _counted(sequence: Sequence, part: Part) -> List[List[int]]:
+    """What penalties count, by prediction where a causal row predicts several positions, each behind its drafts."""
+    strategy = sequence.strategy
+    answer = strategy.anchor.tokens[: strategy.num_counted]
+    rows, end = part.share.rows, len(sequence.request.prompt) + len(answer)
+    if not any(row.is_causal and len(row.masked) > 1 for row in rows):
+        return [answer]
+    places = zip(part.predicted_rows.tolist(), part.positions.tolist(), strict=True)
+    return [
+        (*answer, *rows[row].tokens[end - rows[row].start : position - rows[row].start]) for row, position in places
+    ]

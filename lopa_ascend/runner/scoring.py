@@ -86,6 +86,9 @@ class Scorer:
         for chunk, chunk_positions in zip(rows.split(HEAD_ROWS), where.split(HEAD_ROWS), strict=True):
             logits = self.model.logits(chunk).split(score_rows)
             for piece, at in zip(logits, chunk_positions.split(score_rows), strict=True):
+                if job.adjustment is not None:
+                    span = torch.arange(first_row, first_row + len(piece), device=piece.device)
+                    piece = job.adjustment.of_rows(span).apply(piece, self.model.first_token_id)
                 shard = self._shard_scores(piece, at, job, bans and bans.within(first_row, len(piece)))
                 first_row += len(piece)
                 if is_split:
@@ -103,12 +106,10 @@ class Scorer:
         Args:
             logits: of these rows [R, local_vocab_size].
             positions: which they predict, int64 [R].
-            job: the first of the batch, and the only one if it has an adjustment.
+            job: the first of the batch.
             bans: of these rows.
         """
         first_token_id = self.model.first_token_id
-        if job.adjustment is not None:
-            logits = job.adjustment.apply(logits, first_token_id)
         limit = MAX_OFFERED if self.model.tp.size > 1 else None
         return shard_scores(logits, job.scoring, positions, job.round, first_token_id, limit, bans)
 
