@@ -215,7 +215,7 @@ def test_exact_is_causal_blocks(setup: dict, seed: int, depth: int) -> None:
 def test_lookahead_branches_stay_in_the_block_whose_commit_is_the_anchors(
     acceptance: str, properties: ModelProperties
 ) -> None:
-    setup: dict[str, Any] = {"block_size": 4, "sub_block_size": 2, "max_new_tokens": 14, "num_branches": 3}
+    setup: dict[str, Any] = {"block_size": 8, "sub_block_size": 4, "max_new_tokens": 26, "num_branches": 3}
     setup |= {"ignore_eos": True, "tau_conf": 1.0, "base": "causal_blocks", "branch_acceptance": acceptance}
     setup["properties"] = properties
     drafted = 0
@@ -234,7 +234,7 @@ def test_lookahead_branches_stay_in_the_block_whose_commit_is_the_anchors(
                 assert MASK in row.tokens
                 assert (row.start, row.end) == (anchor.start, anchor.end)
             drafted += len(lookaheads)
-        assert commits == [3, 7, 11, 15]
+        assert commits == [3, 11, 19, 27]
     assert drafted > 100
 
 
