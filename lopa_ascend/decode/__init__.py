@@ -18,9 +18,19 @@ from lopa_ascend.decode.linear_spec import LinearSpec
 from lopa_ascend.decode.lopa import Lopa, LopaCausalBlocks, LopaFastDllm, LopaFastDllmV2, LopaParallel
 from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.decode.vanilla import Vanilla
-from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
+from lopa_ascend.decode.verified import ExactCausalBlocks, ExactLopa, VerifiedLopa
 
-add_decoding("lopa", Lopa, VerifiedLopa, ExactLopa, LopaParallel, LopaFastDllm, LopaFastDllmV2, LopaCausalBlocks)
+add_decoding(
+    "lopa",
+    Lopa,
+    VerifiedLopa,
+    ExactLopa,
+    LopaParallel,
+    LopaFastDllm,
+    LopaFastDllmV2,
+    LopaCausalBlocks,
+    ExactCausalBlocks,
+)
 for strategy in (BlockPipeline, Parallel, Vanilla, FastDllm, FastDllmV2, CausalBlocks, Autoregressive, LinearSpec):
     add_decoding(strategy.base, strategy)
 

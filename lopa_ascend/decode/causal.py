@@ -33,6 +33,11 @@ class CausalBlocks(FastDllmV2):
         """Whether the model is causal, and was trained to fill blocks."""
         return properties.is_causal and properties.fills_blocks
 
+    @property
+    def num_counted(self) -> int:
+        """All positions before the one that a causal pass predicts are final, those too that it is about to commit."""
+        return max(0, self.anchor.blocks[-1].start - len(self.prompt))
+
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
         """As in every decoding. A piece of a prompt predicts nothing, and is not counted as a forward pass."""
         row, anchor = plan.rows[-1], self.anchor
