@@ -196,6 +196,7 @@ class Forwards:
         self._memory = torch.zeros(size, dtype=torch.int32, device=model.ops.device)
         padding = pool.num_pages * PAGE_SIZE
         self.launchers = {bucket: Launcher(bucket, model, pool, self._memory, padding) for bucket in declared}
+        self._slots = max(bucket.slots for bucket in declared)
         self._num_launches = self._tokens = self._padded_tokens = 0
         self._eager_steps: Counter[str] = Counter()
 
@@ -242,7 +243,7 @@ class Forwards:
         if kind is None or not (most := self._most(kind)):
             self._eager_steps["block_size"] += 1
             return None
-        if self._num_rows([sequence]) > most:
+        if self._num_rows([sequence]) > most or len(sequence.page_tables.by_slot) > self._slots:
             self._eager_steps["num_branches"] += 1
             return None
         return kind
