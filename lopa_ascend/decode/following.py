@@ -36,6 +36,10 @@ class NoGrammar:
         """Those of some fills of masked positions that fit, as far as what is before them is known."""
         return fills
 
+    def num_admitted(self, branch: Branch, drafts: Sequence[Fill]) -> int:
+        """How many of some drafts, from the first one on, fit behind the filled beginning of a branch."""
+        return len(drafts)
+
     def follow(self, branch: Branch, extend: Callable[[Branch], Branch], before: Branch | None = None) -> Branch:
         """The branch after fills, as its grammar has it.
 
@@ -89,6 +93,10 @@ class GrammarFollower(NoGrammar):
             for fill in fills
             if fill.position != first or self._constraint.admitted((*beginning, fill.token)) > len(beginning)
         ]
+
+    def num_admitted(self, branch: Branch, drafts: Sequence[Fill]) -> int:
+        beginning = self._beginning(branch)
+        return self._constraint.admitted((*beginning, *(fill.token for fill in drafts))) - len(beginning)
 
     def follow(self, branch: Branch, extend: Callable[[Branch], Branch], before: Branch | None = None) -> Branch:
         """The filled beginning is followed up to the first mask. A token that does not fit is masked again, with what

@@ -184,7 +184,7 @@ class EagerExecutor:
             hidden=hidden,
             positions=part.positions,
             scoring=sequence.scoring,
-            round=strategy.num_forwards,
+            round=strategy.noise_round,
             adjustment=adjustment_for(sequence.request.params, prompt, answer, self.ops.device),
             bans=bans,
         )
