@@ -83,7 +83,7 @@ class Autoregressive(CausalBlocks):
         return 1
 
     @property
-    def draw_number(self) -> int:
+    def noise_round(self) -> int:
         return 0  # each position is drawn once
 
     def extend(self, branch: Branch) -> Branch:

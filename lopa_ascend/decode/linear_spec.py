@@ -101,7 +101,7 @@ class LinearSpec(Autoregressive):
         """The drafts that something can be written behind: those before one that ends the answer or does not fit the
         grammar."""
         end = next((index for index, token in enumerate(drafts) if token in self.ends), None)
-        return drafts[: self.grammar.num_fitting(self.anchor, drafts[:end])]
+        return drafts[: self.grammar.num_admitted(self.anchor, drafts[:end])]
 
     @staticmethod
     def _checking(row: RowPlan, tokens: tuple[int, ...]) -> RowPlan:

@@ -24,15 +24,22 @@ from lopa_ascend.types import Fill, RowResult, SequencePlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookaheadParams(ScoreParams):
-    """Which decoding is extended, and which branch wins."""
+class BaseParams:
+    """Which decoding is extended."""
 
     base: str = research(
         "d2f",
         Variant(attribute="base"),
-        'the decoding that "lopa" extends: it decodes the anchor branch, and "lopa" adds lookahead branches',
+        'the decoding that "lopa" and "s2d2" extend: it decodes the anchor branch, and "lopa" adds lookahead branches; '
+        'it fills what "s2d2" does not check',
         graphs=GraphSupport.DEFAULT,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookaheadParams(BaseParams, ScoreParams):
+    """Which decoding is extended, and which branch wins."""
+
     branch_acceptance: str = research(
         "published",
         Variant(attribute="branch_acceptance"),

@@ -54,6 +54,8 @@ class SequenceStart:
     """Positions of the prompt whose keys and values are in the cache already."""
     properties: ModelProperties = DREAM
     """The model's."""
+    vocab_size: int = 2
+    """Logits of a position."""
     constraint: Constraint | None = None
     """What the answer keeps to; None: it is free."""
     gapped: GappedText | None = None
@@ -114,6 +116,8 @@ class Strategy(ABC):
     default_branches: ClassVar[int] = 0
     commits: ClassVar[bool] = False
     """Whether a window of blocks moves over the canvas and commits keys and values behind it."""
+    has_one_open_block: ClassVar[bool] = False
+    """Whether passes with several rows compute positions of one block alone, and commit nothing."""
     computes_whole_branches: ClassVar[bool] = False
     """Whether each lookahead branch computes prompt and canvas."""
     fills_gaps: ClassVar[bool] = False
@@ -141,7 +145,7 @@ class Strategy(ABC):
         self.limit = properties.limit(len(prompt), params.max_new_tokens, params.block_size)
         self._rule = acceptance_rule(params)
         self.own = self.parameters(**{name: getattr(params, name) for name in settings(self.parameters)})
-        self.max_rows = 1 + params.lookaheads
+        self.max_rows = self.most_rows(params)
         self.num_committed = start.num_committed
         self.num_forwards = 0
         self.is_stuck = False
@@ -180,6 +184,16 @@ class Strategy(ABC):
         """Whether positions are drawn by the seed."""
         return False
 
+    @classmethod
+    def most_rows(cls, params: DecodingParams) -> int:
+        """See ``max_rows``."""
+        return 1 + params.lookaheads
+
+    @property
+    def noise_round(self) -> int:
+        """What the noise of samples depends on beside seed and position: here each pass draws anew."""
+        return self.num_forwards
+
     @property
     def anchor(self) -> Branch:
         """The branch without tokens of its own: the winner of the last pass, with its fills."""
@@ -199,12 +213,6 @@ class Strategy(ABC):
     def num_counted(self) -> int:
         """Generated positions, from the first one on, whose tokens penalties count."""
         return max(0, self.num_committed - len(self.prompt))
-
-    @property
-    def draw_number(self) -> int:
-        """What a draw depends on beside its seed and position: where a position may be drawn in several passes, the
-        number of the pass."""
-        return self.num_forwards
 
     @abstractmethod
     def plan(self) -> SequencePlan | None:

@@ -106,11 +106,9 @@ def _complement(allowed: int, num_token_ids: int, device: torch.device) -> Tenso
 
 def _answer(sequence: Sequence, row: RowPlan, prompt_length: int) -> list[int]:
     """The answer of one branch. Positions that are predicted count as masked, although with ``editing_threshold`` they
-    may have tokens: these may change too. But a causal row predicts each position behind the tokens that it has."""
+    may have tokens: these may change too. Those that are read causally have the tokens that their predictions see."""
     tokens, start = list(row.tokens), row.start - prompt_length
-    if row.is_causal:
-        tokens += [sequence.scoring.mask] * len(row.masked[-1:])
-    for index in () if row.is_causal else (position - row.start for position in row.masked):
+    for index in (position - row.start for position in row.masked if position >= row.causal_end):
         tokens += [sequence.scoring.mask] * (index + 1 - len(tokens))  # Fast-dLLM v2 predicts before it computes
         tokens[index] = sequence.scoring.mask
     if start <= 0:

@@ -208,7 +208,7 @@ class EagerExecutor:
             hidden=hidden,
             positions=part.positions,
             scoring=replace(sequence.scoring, runner_up=True) if part.drafts else sequence.scoring,
-            round=strategy.draw_number,
+            round=strategy.noise_round,
             adjustment=adjustment_for(sequence.request.params, prompt, _counted(sequence, part), self.ops.device),
             bans=bans,
         )

@@ -34,7 +34,7 @@ class Job:
     """The predicted positions [n]."""
     scoring: Scoring
     round: int
-    """Number of the forward pass: part of the sampling noise."""
+    """See ``Strategy.noise_round``."""
     adjustment: Adjustment | None = None
     """What is done to the logits first."""
     bans: Bans | None = None

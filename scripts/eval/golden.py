@@ -50,6 +50,12 @@ class Forward(msgspec.Struct):
     """Rows."""
 
 
+class Draws(msgspec.Struct, frozen=True):
+    """How drafts were accepted."""
+
+    kind: str = "greedy"
+
+
 class Trace(msgspec.Struct):
     """A recorded request. Other fields of the file have no effect."""
 
@@ -63,6 +69,7 @@ class Trace(msgspec.Struct):
     trace: list[Forward]
     mask_token_id: int
     eos_token_id: int | None = None
+    draws: Draws = Draws()
 
 
 class SdarParams(msgspec.Struct, forbid_unknown_fields=True):
@@ -280,6 +287,38 @@ class DiffCoderParams(msgspec.Struct, forbid_unknown_fields=True):
         return {"decoding": "d2f", "block_size": self.block_length, "tau_add": 1.0, "finish_at_eos": False, **pace}
 
 
+class S2d2Params(msgspec.Struct, forbid_unknown_fields=True):
+    """S2D2's beside those of the function that drafts. ``top_p`` has no effect here at temperature 0."""
+
+    do_verify_policy: Literal["mask_span_length", "score_threshold", "score_hysteresis"]
+    token_acceptance_estimator: Literal["soft_entropy_negexp"]
+    do_verify_score_type: Literal["difference_static", "difference_dynamic"] = "difference_dynamic"
+    do_verify_score_threshold: float = 0.0
+    score_penalty_coef: float = 1.0
+    hysteresis_threshold_on: float = 0.0
+    hysteresis_threshold_off: float = 0.0
+    min_ssd_span_length: int = 1
+    cache_ver: bool = False
+    draft_ver: bool = False
+    top_p: float = 0.95
+
+    def decoding(self, drafting: dict[str, Any]) -> dict[str, Any]:
+        """The parameters by our names, with those of the drafts."""
+        if self.cache_ver != self.draft_ver:
+            raise ValueError("cache_ver: goes with draft_ver, expected both or none")
+        found = drafting | {"decoding": "s2d2", "base": drafting["decoding"]}
+        if self.cache_ver:
+            found["window_attention"] = "causal"
+        if self.do_verify_policy == "mask_span_length":
+            return found | {"routing": "run", "routing_run": self.min_ssd_span_length}
+        cost_of = "check" if self.do_verify_score_type == "difference_static" else "confident"
+        found |= {"routing_cost": self.score_penalty_coef, "routing_cost_of": cost_of}
+        if self.do_verify_policy == "score_threshold":
+            return found | {"routing": "score", "routing_on": self.do_verify_score_threshold}
+        on, off = self.hysteresis_threshold_on, self.hysteresis_threshold_off
+        return found | {"routing": "hysteresis", "routing_on": on, "routing_off": off}
+
+
 FAMILIES = {
     "sdar": SdarParams,
     "fastdllm2": FastDllm2Params,
@@ -292,6 +331,8 @@ FAMILIES = {
     "a2d_mdlm": A2dParams,
     "a2d_bd3lm": A2dBlockParams,
     "diffcoder": DiffCoderParams,
+    "sdar_s2d2": SdarParams,
+    "fastdllm2_s2d2": FastDllm2Params,
 }
 """The published parameters of each family that can be compared."""
 
@@ -324,15 +365,20 @@ class Case:
         trace = msgspec.json.decode(file.read_bytes(), type=Trace)
         if trace.family not in FAMILIES:
             raise ValueError(f"family: unknown value {trace.family!r}, {_one_of(FAMILIES)}")
+        if trace.draws.kind != "greedy":
+            raise ValueError(f"draws: is {trace.draws.kind!r}, expected 'greedy': draws cannot be given to an engine")
         published = FAMILIES[trace.family]
-        names = published.__struct_fields__
+        checked = (S2d2Params,) if trace.family.endswith("_s2d2") else ()
+        names = [name for each in (published, *checked) for name in each.__struct_fields__]
         if unknown := sorted(trace.params.keys() - {*names}):
             raise ValueError(f"params: unknown name {unknown[0]!r}, {_one_of(names)}")
         model = file.parent / trace.model_dir
         if not (model / "config.json").is_file():
             raise ValueError(f"model_dir: {model} has no config.json, expected a model directory")
-        found = msgspec.convert(trace.params, published)
+        found = _taken(published, trace.params)
         decoding = found.decoding(model)
+        for each in checked:
+            decoding = _taken(each, trace.params).decoding(decoding)
         output = trace.output_ids
         if trace.mask_token_id in output:  # after a stop the published code leaves masks
             output = output[: output.index(trace.mask_token_id)]
@@ -381,6 +427,11 @@ def _changes(record: StepRecord) -> Fills:
     return sorted([*fills, *((edit.position, edit.token, edit.replaced) for edit in record.edits)])
 
 
+def _taken(struct: Any, params: Mapping[str, Any]) -> Any:
+    """A struct of those parameters that it has."""
+    return msgspec.convert({name: params[name] for name in struct.__struct_fields__ if name in params}, struct)
+
+
 def _one_of(names: Any) -> str:
     return f"expected one of {', '.join(names)}"
 
@@ -398,8 +449,8 @@ def outcomes(folder: Path) -> Iterator[tuple[str, str | None]]:
         return str(case.model.resolve()), case.way, case.with_adapter
 
     for (model, way, with_adapter), group in groupby(sorted(cases, key=key), key):
-        with TemporaryDirectory() as folder:
-            named = Path(folder) / (way or "model")
+        with TemporaryDirectory() as temporary:
+            named = Path(temporary) / (way or "model")
             named.mkdir()
             for file in Path(model).iterdir():
                 if with_adapter or file.is_file():
