@@ -14,7 +14,7 @@ from lopa_ascend.decode.causal import Autoregressive, CausalBlocks
 from lopa_ascend.decode.fast_dllm import FastDllm
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
 from lopa_ascend.decode.lengths import Measuring
-from lopa_ascend.decode.linear_spec import LinearSpec
+from lopa_ascend.decode.linear_spec import LinearSpec, LopaLinearSpec
 from lopa_ascend.decode.lopa import Lopa, LopaCausalBlocks, LopaFastDllm, LopaFastDllmV2, LopaParallel
 from lopa_ascend.decode.s2d2 import S2D2, S2D2FastDllmV2
 from lopa_ascend.decode.strategy import SequenceStart, Strategy
@@ -31,6 +31,7 @@ add_decoding(
     LopaFastDllmV2,
     LopaCausalBlocks,
     ExactCausalBlocks,
+    LopaLinearSpec,
 )
 for strategy in (BlockPipeline, Parallel, Vanilla, FastDllm, FastDllmV2, CausalBlocks, Autoregressive, LinearSpec):
     add_decoding(strategy.base, strategy)

@@ -13,6 +13,7 @@ Sources: Nemotron-Labs-Diffusion and Orthrus (``linear_spec_generate`` and ``gen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -22,6 +23,7 @@ from lopa_ascend.config.kinds import Number
 from lopa_ascend.config.settings import research
 from lopa_ascend.decode.causal import Autoregressive
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2Params
+from lopa_ascend.decode.lopa import LookaheadParams, Lookaheads
 from lopa_ascend.decode.strategy import Only, SequenceStart
 from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
 
@@ -67,6 +69,11 @@ class LinearSpec(Autoregressive):
         self._drafts: dict[int, Draft] = {}
         """By position, behind the last token that is written."""
 
+    @property
+    def num_wanted(self) -> int:
+        """The most branches beside the main row that check drafts."""
+        return 0
+
     @classmethod
     def row_length(cls, params: DecodingParams) -> int:
         return params.block_size
@@ -94,20 +101,55 @@ class LinearSpec(Autoregressive):
             plan: of "ar".
         """
         (row,) = plan.rows
-        tokens = (*row.tokens, *self._useful(drafts)[: self.limit - row.end - 1])
-        return replace(plan, num_new=0, rows=(self._checking(row, tokens),), fills_all_slots=True)
+        useful = self._useful(drafts)
+        main = self._checking(row, useful, row.start)
+        rows = *self._branches(row, drafts, len(useful)), main
+        return replace(plan, num_new=0, rows=rows, winner_commits=len(rows) > 1, fills_all_slots=True)
+
+    def _branches(self, row: RowPlan, drafts: Sequence[int], num_useful: int) -> list[RowPlan]:
+        """The rows that check second choices, by rank: the main row with the second choice for one position."""
+        found = []
+        for place in self._places(row.end, min(num_useful + 1, len(drafts))):
+            second = self._drafts[row.end + place].second
+            useful = self._useful([*drafts[:place], second, *drafts[place + 1 :]])
+            if len(useful) > place and len(found) < self.num_wanted:
+                found.append(self._checking(row, useful, row.end + place))
+        return found
+
+    def _places(self, first: int, count: int) -> list[int]:
+        """The places among the drafts by the tokens that the second choice is expected to add, the most first; the
+        earlier among equals. Those are the probability that the drafts before are right, and the second choice is,
+        times the tokens up to the next that is not right.
+
+        Args:
+            first: position of the first draft.
+        """
+        drafts = [self._drafts[first + place] for place in range(count)]
+        following, gains = 0.0, list[tuple[float, int]]()
+        for place in reversed(range(count)):
+            before = math.prod(draft.max_prob for draft in drafts[:place])
+            gains.append((-before * drafts[place].second_prob * (1 + following), place))
+            following = drafts[place].max_prob * (1 + following)
+        return [place for gain, place in sorted(gains) if gain]
 
     def _useful(self, drafts: Sequence[int]) -> Sequence[int]:
-        """The drafts that something can be written behind: those before one that ends the answer or does not fit the
-        grammar."""
-        end = next((index for index, token in enumerate(drafts) if token in self.ends), None)
+        """The drafts that something can be written behind: those before one that is the last, ends the answer or does
+        not fit the grammar."""
+        room = self.limit - self.anchor.end
+        end = next((index for index, token in enumerate(drafts[:room]) if token in self.ends), room)
         return drafts[: self.grammar.num_admitted(self.anchor, drafts[:end])]
 
     @staticmethod
-    def _checking(row: RowPlan, tokens: tuple[int, ...]) -> RowPlan:
-        """The row that checks the drafts in ``tokens``."""
-        end = row.start + len(tokens)
-        return replace(row, tokens=tokens, causal_end=end, masked=tuple(range(row.end, end + 1)))
+    def _checking(row: RowPlan, drafts: Sequence[int], begin: int) -> RowPlan:
+        """The row that checks drafts.
+
+        Args:
+            row: of "ar".
+            begin: the first position that differs from the main row.
+        """
+        end = row.end + len(drafts)
+        tokens, masked = (*row.tokens, *drafts), tuple(range(begin + 1, end + 1))
+        return replace(row, tokens=tokens, causal_end=end, masked=masked, compute_from=begin)
 
     # ---- after a forward pass --------------------------------------------------------------------------------------
 
@@ -144,21 +186,40 @@ class LinearSpec(Autoregressive):
         return replace(record, drafted=tuple(kept))
 
     def _checked(self, record: StepRecord, plan: SequencePlan, results: Sequence[RowResult]) -> StepRecord:
-        """The record of a pass that checks drafts, and writes what is right and one token more."""
-        row = plan.rows[-1]
-        written = self._write(self.predicted(row, results[-1]), row.tokens[1:])
-        drafted = [self._drafts[position] for position in row.masked[:-1]]
+        """The record of a pass that checks drafts, and writes what is right and one token more. If this is the second
+        choice of a branch, the branch goes on."""
+        *others, main = plan.rows
+        written = self._write(self.predicted(main, results[-1]), main.tokens[1:])
+        drafted = [self._drafts[position] for position in main.masked[:-1]]
         matched = sum(fill.token == draft.token for fill, draft in zip(written, drafted, strict=False))
-        self._drafts = {}
+        last, winner, own = written[-1], len(others), tuple[Fill, ...]()
+        for rank, row in enumerate(others if self.anchor.masks else ()):
+            place = last.position - row.start
+            if row.compute_from == last.position and row.tokens[place] == last.token:
+                winner, own = rank, (last,)
+                written += self._write(self.predicted(row, results[rank]), row.tokens[place + 1 :])
         second = matched < min(len(written), len(drafted)) and written[matched].token == drafted[matched].second
+        branches = [BranchRecord((self._second(row),), row.end, len(row.masked), 0.0) for row in others]
+        branches.append(record.branches[-1])
+        if own:
+            branches[winner] = replace(branches[winner], own_fills=own, confirmed_by=(len(others),))
+        self._drafts = {}
         return replace(
             record,
+            span=(main.start, plan.rows[winner].end),
             committed=len(written),
-            fills=tuple(written),
+            branches=tuple(branches),
+            winner=winner,
+            fills=tuple(fill for fill in written if fill not in own),
             drafted=tuple(drafted),
             accepted=matched,
             second_was_right=second,
         )
+
+    def _second(self, row: RowPlan) -> Fill:
+        """The second choice that a branch checks."""
+        draft = self._drafts[row.compute_from]
+        return Fill(row.compute_from, draft.second, draft.second_prob, draft.second_prob)
 
     def _write(self, predicted: Sequence[Fill], drafts: Sequence[int]) -> list[Fill]:
         """Writes the predictions of a causal pass one after the other, as "ar" does, as long as the draft behind a
@@ -171,3 +232,24 @@ class LinearSpec(Autoregressive):
                 break
         self.branches = [branch]
         return written
+
+
+@dataclass(frozen=True, kw_only=True)
+class LopaLinearSpecParams(LookaheadParams, LinearSpecParams):
+    """LoPA over linear self-speculation."""
+
+
+class LopaLinearSpec(Lookaheads, LinearSpec):
+    """One sequence under LoPA over linear self-speculation: branches check second choices beside the drafts. One of them
+    at most is right, and writes more. So the answer is that of "ar", and no round writes less than without branches."""
+
+    parameters = LopaLinearSpecParams
+    own: LopaLinearSpecParams
+
+    @property
+    def num_wanted(self) -> int:
+        return 0 if self.params.is_auto and self.is_crowded else self.params.lookaheads
+
+    @property
+    def known_winner(self) -> None:
+        return None

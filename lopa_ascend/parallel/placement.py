@@ -79,7 +79,7 @@ class Placement:
             _, slot = self.home(branch)
             slot_ends[slot] = max(slot_ends[slot], row.end)
         if plan.fills_all_slots:
-            slot_ends = [plan.rows[0].end] * len(slot_ends)
+            slot_ends = [max(row.end for row in plan.rows)] * len(slot_ends)
         return tuple(slot_ends)
 
     def num_computed(self, plan: SequencePlan) -> int:

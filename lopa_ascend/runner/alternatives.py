@@ -100,5 +100,5 @@ class AlternativesRecorder:
 def _predicting(plan: SequencePlan, winner: int, position: int) -> int | None:
     """The row that predicts a position: the winner, or in a pass that checks drafts another one; None where what is
     filled is from an earlier pass."""
-    rows = (winner, *range(len(plan.rows)))
+    rows = (winner, *reversed(range(len(plan.rows))))  # the anchor predicts what is before the winner's own tokens
     return next((row for row in rows if position in plan.rows[row].masked), None)

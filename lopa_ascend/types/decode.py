@@ -102,8 +102,8 @@ class SequencePlan:
     """Queries from position ``prefix_length`` on attend in two parts, which are merged: to the positions before it, and
     to the rest. The first part is what is cached; while the prompt is computed and committed, it is the prompt."""
     fills_all_slots: bool = False
-    """There is one row. Every group computes it, and its keys and values go to every slot: later rows of any slot read
-    them."""
+    """Every group computes the anchor, or a branch, and the anchor's keys and values go to every slot without a row:
+    later rows of any slot read them."""
 
     def piece(self, num_tokens: int) -> SequencePlan:
         """The first ``num_tokens`` positions of a causal pass that commits all that it computes. It predicts nothing,

@@ -83,6 +83,22 @@ def tokenizer(model: Path) -> Tokenizer:
     return found
 
 
+def test_linear_speculation_is_ar_under_a_grammar(models: dict[str, Path]):
+    model = models["pangu"]
+    prompt = tokenizer(model).encode("what is 3 and 4?")
+    for options in ({}, {"temperature": 0.7, "seed": 3}, {"repetition_penalty": 1.2}):
+        answers, forwards = [], []
+        for decoding in ("ar", "linear_spec"):
+            fixed = {"decoding": decoding, "max_new_tokens": 80, "block_size": 16, **options}
+            asked = [(prompt, DecodingParams(**fixed, structured_outputs=form)) for form in FORMS[::25]]
+            outputs = run(engine(model), asked)
+            answers.append([(output.token_ids, output.max_probs, output.finish_reason) for output in outputs])
+            forwards.append(sum(output.num_forwards for output in outputs))
+            accepted = [record.accepted for output in outputs for record in output.trace or () if record.accepted]
+        assert answers[0] == answers[1]
+        assert accepted
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("part", slow_but(range(PARTS), [0]))
 def test_answers_keep_to_the_grammar(models: dict[str, Path], name: str, part: int):
