@@ -249,6 +249,8 @@ class GraphParams:
     window_attention: str = "block_causal"
     confidence: str = "max_prob"
     branch_acceptance: str = "published"
+    drafts: bool = False
+    """Whether passes over a block draft."""
 
     @classmethod
     def of(cls, params: DecodingParams) -> GraphParams:
@@ -262,6 +264,7 @@ class GraphParams:
             window_attention=params.window_attention,
             confidence=params.confidence,
             branch_acceptance=params.branch_acceptance,
+            drafts=params.strategy.drafts,
         )
 
 

@@ -57,6 +57,7 @@ class LinearSpec(Autoregressive):
         'drafts a block at once and checks it in a causal pass, for causal models: the answer of "ar" in fewer passes'
     )
     base = "linear_spec"
+    drafts = True
     parameters = LinearSpecParams
     own: LinearSpecParams
     only: ClassVar[Only] = {
@@ -108,7 +109,7 @@ class LinearSpec(Autoregressive):
 
     def _branches(self, row: RowPlan, drafts: Sequence[int], num_useful: int) -> list[RowPlan]:
         """The rows that check second choices, by rank: the main row with the second choice for one position."""
-        found = []
+        found = list[RowPlan]()
         for place in self._places(row.end, min(num_useful + 1, len(drafts))):
             second = self._drafts[row.end + place].second
             useful = self._useful([*drafts[:place], second, *drafts[place + 1 :]])
@@ -240,8 +241,8 @@ class LopaLinearSpecParams(LookaheadParams, LinearSpecParams):
 
 
 class LopaLinearSpec(Lookaheads, LinearSpec):
-    """One sequence under LoPA over linear self-speculation: branches check second choices beside the drafts. One of them
-    at most is right, and writes more. So the answer is that of "ar", and no round writes less than without branches."""
+    """One sequence under LoPA over linear self-speculation: branches check second choices beside the drafts. One at
+    most is right, and writes more. So the answer is that of "ar", and no round writes less than without branches."""
 
     parameters = LopaLinearSpecParams
     own: LopaLinearSpecParams

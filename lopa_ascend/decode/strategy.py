@@ -128,6 +128,8 @@ class Strategy(ABC):
     """Whether compiled steps decode it. This is not inherited."""
     decides_on_host: ClassVar[bool] = False
     """Whether its forward passes alone are compiled. So they support all that a request asks."""
+    drafts: ClassVar[bool] = False
+    """Whether passes over a block draft; see ``RowPlan.drafts``."""
     own: Any
     editing: NoEditing = NO_EDITING
     successor: Strategy | None = None

@@ -173,15 +173,14 @@ class Decoder:
             q, k, v = self.ops.rope(qkv, cos, sin).split(heads, 1)
             return q, k, v
         q, k, v = qkv.split(heads, 1)
-        parts = [
-            self.ops.norm_rope(
-                q[rows], k[rows], *(self.weights[f"{layer}{name}_norm{end}.weight"] for name in "qk"),
-                self.config.rms_norm_eps, cos[rows], sin[rows],
-            )
-            for rows, end in self._views(len(q), layer + "q_norm", num_drafts)
-        ]  # fmt: skip
-        q, k = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-        return q, k, v
+        queries, keys = list[Tensor](), list[Tensor]()
+        for rows, end in self._views(len(q), layer + "q_norm", num_drafts):
+            q_weight, k_weight = (self.weights[f"{layer}{name}_norm{end}.weight"] for name in "qk")
+            eps = self.config.rms_norm_eps
+            query, key = self.ops.norm_rope(q[rows], k[rows], q_weight, k_weight, eps, cos[rows], sin[rows])
+            queries.append(query)
+            keys.append(key)
+        return _joined(queries), _joined(keys), v
 
     def _attention_output(self, attended: Tensor, layer: str, num_drafts: int) -> Tensor:
         """This rank's part of what attention adds."""
@@ -198,7 +197,7 @@ class Decoder:
             self._linear(x[rows] if isinstance(x, Tensor) else (x[0][rows], x[1][rows]), name + end)
             for rows, end in self._views(num_rows, name, num_drafts)
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _joined(parts)
 
     def _views(self, num_rows: int, name: str, num_drafts: int) -> list[tuple[slice, str]]:
         """The rows that the same weights compute, of which there are some, and the ending of these weights' names."""
@@ -259,6 +258,10 @@ class Decoder:
         size = num_computed * self.config.hidden_size * self.head.dtype.itemsize
         count = 2 * self.config.num_layers
         return (Traffic("layers", count, count * size),)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def tied_head(embed: Tensor, tp: Group, shard: int) -> Tensor:

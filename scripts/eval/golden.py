@@ -384,8 +384,8 @@ class Case:
             output = output[: output.index(trace.mask_token_id)]
         passes, with_adapter = trace.trace, True
         if isinstance(found, CausalParams) and found.mode == "linear_spec":
-            output, end = output[: found.max_new_tokens], len(trace.prompt_ids) + found.max_new_tokens
-            passes, with_adapter = [each for each in passes if each.start + each.len <= end], found.lora
+            output, limit = output[: found.max_new_tokens], len(trace.prompt_ids) + found.max_new_tokens
+            passes, with_adapter = [each for each in passes if each.start + each.len <= limit], found.lora
         decoding["max_new_tokens"], end = len(output), None
         decoding["ignore_eos"] = not found.stop_at_eos
         if found.stop_at_eos:
