@@ -250,9 +250,9 @@ def test_tnd16_gives_the_kernel_entries_of_at_most_16_queries_with_the_kv_length
 ) -> None:
     attend, calls = lab_attention.attend, []
 
-    def noted(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def noted(query: Tensor, key: Tensor, value: Tensor, scale: float, **options: bool) -> Tensor:
         calls.append((len(query), len(key)))
-        return attend(query, key, value, scale)
+        return attend(query, key, value, scale, **options)
 
     monkeypatch.setattr(lab_attention, "attend", noted)
     q, caches, entries = attention_case(0, [32, 16, 40, 1], [160, 33, 300, 7], 7, 1, 128, torch.bfloat16)
