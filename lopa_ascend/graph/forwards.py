@@ -150,9 +150,7 @@ class Launcher:
         num_given = len(ForwardTensors._fields)
         given, caches = ForwardTensors(*tensors[:num_given]), tensors[num_given:]
         on_host, on_device = ((), kv_lengths) if isinstance(kv_lengths, Tensor) else (tuple(kv_lengths), None)
-        entries = Entries(
-            self._lengths, on_host, given.page_tables, self._groups, (0,), on_device, causal=self._causal
-        )
+        entries = Entries(self._lengths, on_host, given.page_tables, self._groups, (0,), on_device, causal=self._causal)
         inputs = ForwardInputs(given.tokens, given.positions, given.slot_mapping, given.source, entries, rows=None)
         num_layers = len(caches) // 2
         return self._model.forward(inputs, caches[:num_layers], caches[num_layers:])
@@ -198,6 +196,7 @@ class Forwards:
         self._memory = torch.zeros(size, dtype=torch.int32, device=model.ops.device)
         padding = pool.num_pages * PAGE_SIZE
         self.launchers = {bucket: Launcher(bucket, model, pool, self._memory, padding) for bucket in declared}
+        self._slots = max(bucket.slots for bucket in declared)
         self._num_launches = self._tokens = self._padded_tokens = 0
         self._eager_steps: Counter[str] = Counter()
 
@@ -244,7 +243,7 @@ class Forwards:
         if kind is None or not (most := self._most(kind)):
             self._eager_steps["block_size"] += 1
             return None
-        if self._num_rows([sequence]) > most:
+        if self._num_rows([sequence]) > most or len(sequence.page_tables.by_slot) > self._slots:
             self._eager_steps["num_branches"] += 1
             return None
         return kind

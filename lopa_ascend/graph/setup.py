@@ -114,9 +114,7 @@ def plan_graphs(
     return plan
 
 
-def _largest(
-    config: EngineConfig, properties: ModelProperties, max_model_len: int, max_queries: int | None
-) -> Bucket:
+def _largest(config: EngineConfig, properties: ModelProperties, max_model_len: int, max_queries: int | None) -> Bucket:
     params = config.graph_params
     slots = slots_for(1 + params.num_branches, config.branch_parallel_size)
     block_length = min(params.block_size, max_model_len)
