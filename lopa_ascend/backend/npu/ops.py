@@ -71,8 +71,8 @@ class NpuOps:
         self.score_rows: int | None = None  # fewer rows at a time are more launches
         self.attention_layout = attention_layout
         self.kernel_layout = "BSH" if attention_layout == "BSH" else "TND"
-        # True behind a query. Made here, because a graph that is captured cannot make it.
-        self._causal_mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu(1).to(self.device)
+        # True behind a query, as the documents of the kernel want it.
+        self.causal_mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu(1).to(self.device)
 
     def stored(self, weight: Tensor) -> Tensor:
         transposed = weight.t().contiguous()
@@ -229,7 +229,7 @@ class NpuOps:
                     lengths,
                     kv_lengths,
                     entries.page_tables[group],
-                    self._causal_mask if is_causal else None,
+                    self.causal_mask if is_causal else None,
                 )
             )
             begin = end
