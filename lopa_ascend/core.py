@@ -131,7 +131,8 @@ class Sequence:
         pages = self.page_tables
         # Pages that all slots share are shared for good, also those of positions that later passes compute again.
         committed = max(self.num_committed, self.request.num_shared_positions, pages.num_shared_pages * PAGE_SIZE)
-        return worst_case(self.request.limit, len(pages.by_slot), committed) - pages.num_pages
+        window = self.request.params.max_window
+        return worst_case(self.request.limit, len(pages.by_slot), committed, window) - pages.num_pages
 
     @property
     def committed_end(self) -> int:

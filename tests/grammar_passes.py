@@ -33,7 +33,18 @@ DECODINGS: dict[str, dict[str, Any]] = {
     "sdar dynamic": {"decoding": "d2f", "tau_add": 1.0, "tau_conf": 0.85, "block_size": 4},
     "sdar sequential": {"decoding": "d2f", "tau_add": 1.0, "acceptance": "sequential", "block_size": 4},
     "sdar, exact": {"num_branches": 3, "branch_acceptance": "exact", "block_size": 4},
+    "ar": {"decoding": "ar"},
+    "causal_blocks": {"decoding": "causal_blocks", "sub_block_size": 4, "tau_conf": 0.7},
+    "lopa, causal_blocks": {"base": "causal_blocks", "num_branches": 7, "tau_conf": 0.7},
+    "exact, causal_blocks": {
+        "base": "causal_blocks",
+        "num_branches": 7,
+        "branch_acceptance": "exact",
+        "lookahead_depth": 3,
+    },
 }
+FAMILY_OF = dict.fromkeys(("ar", "causal_blocks"), "nemotron_labs_diffusion") | {"fast_dllm_v2": "Fast_dLLM_Qwen"}
+"""By decoding."""
 
 
 class Rounds(Constraint):
@@ -67,9 +78,8 @@ class Passes:
 
     def start(self, form: Form, **options: Any) -> Strategy:
         params = DecodingParams(**{"max_new_tokens": 512, "block_size": 16, **options}, structured_outputs=form)
-        family = "sdar" if params.block_size == 4 else "Fast_dLLM_Qwen"
-        is_dream = params.block_size != 4 and "fast_dllm_v2" not in (params.decoding, params.base)
-        properties = DREAM if is_dream else FAMILIES[family].properties
+        family = FAMILY_OF.get(params.strategy.base, "sdar" if params.block_size == 4 else None)
+        properties = DREAM if family is None else FAMILIES[family].properties
         ends, constraint = frozenset(self.ends), self.constraint(form)
         return begin(SequenceStart(PROMPT, params, self.mask, ends, properties=properties, constraint=constraint))
 
@@ -81,7 +91,7 @@ class Passes:
     def predicted(self, strategy: Strategy, row: RowPlan, seed: str) -> RowResult:
         """What is first is among what fits, and by preference ends something. Equal rows get equal predictions, and
         other ones often do."""
-        rng = random.Random(f"{seed} {row.tokens}")
+        rng = random.Random(f"{seed} {row.start} {row.tokens}")
         usual = [random.Random(f"{seed} {position}") for position in row.masked]
         draws = [draw if rng.random() < 0.8 else rng for draw in usual]
         tokens = [draw.choice(self._likely) for draw in draws]

@@ -127,13 +127,16 @@ class Device(ABC):
             raise ParameterError("model", f"{message}; choose {_those_with('has_experts')}")
         return ()
 
-    def checked_ops(self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int) -> tuple[Ops, str]:
+    def checked_ops(
+        self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool
+    ) -> tuple[Ops, str]:
         """The ops of an attention layout that computes rightly, and the layout.
 
         Args:
             ops: of ``load_ops``.
             model: with the dtype of queries and keys.
             max_keys: positions of the longest sequence.
+            is_causal: whether the model is causal.
 
         Raises:
             WrongKernelError: no layout does; names the kernel, its shape and its error.

@@ -15,7 +15,13 @@ from pathlib import Path
 import torch
 
 from lopa_ascend.checkpoint.files import CheckpointError
-from lopa_ascend.checkpoint.lora import Adapter, merge_adapter, open_adapter
+from lopa_ascend.checkpoint.lora import (
+    Adapter,
+    draft_factors,
+    merge_adapter,
+    open_adapter,
+    open_draft_adapter,
+)
 from lopa_ascend.checkpoint.read import DTYPES, Checkpoint, PlainTensors, config_json, open_checkpoint
 from lopa_ascend.checkpoint.streams import (
     check_weights,
@@ -43,6 +49,7 @@ __all__ = [
     "merge_adapter",
     "open_adapter",
     "open_checkpoint",
+    "open_draft_adapter",
     "quantize_weight",
     "refuse_adapter",
     "with_dtype",
@@ -64,6 +71,7 @@ def load(
     checkpoint: Checkpoint,
     *,
     lora: str | Path | None = None,
+    draft_adapter: Adapter | None = None,
     dtype: str = "auto",
     dtypes: Mapping[str, torch.dtype] | None = None,
     device: str = "cpu",
@@ -79,6 +87,7 @@ def load(
     Args:
         checkpoint: what to load.
         lora: directory of a PEFT LoRA adapter; None for no adapter.
+        draft_adapter: one that is not merged, but among the weights that are returned; see ``lora.draft_factors``.
         dtype: "float32", "bfloat16", or "auto" for the one that ``config.json`` names.
         dtypes: by name in the checkpoint, the dtype of each tensor; None: all have ``dtype``.
         device: where the weights go.
@@ -113,7 +122,11 @@ def load(
     rank_stream = stacked(parts, tensors, slices, float_dtypes, check)
     num_stacked = len({spec.ours for spec in tensors.specs.values()})
     loading = progress(checked_copies(rank_stream, checkpoint, slices), "loading", num_stacked, "tensor", delay=1)
-    return config, {name: tensor.to(device) for name, tensor in loading}
+    weights = {name: tensor.to(device) for name, tensor in loading}
+    if draft_adapter is not None:
+        factors = draft_factors(draft_adapter, tensors, slices)
+        weights |= {name: tensor.to(device, DTYPES[config.dtype], copy=True) for name, tensor in factors}
+    return config, weights
 
 
 def _rank_tensors(

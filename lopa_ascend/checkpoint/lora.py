@@ -15,7 +15,7 @@ from lopa_ascend.checkpoint.read import map_tensor
 from lopa_ascend.checkpoint.streams import check_finite
 from lopa_ascend.config.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json_object, shown
 from lopa_ascend.families.registry import FAMILIES, family_of_checkpoint
-from lopa_ascend.families.table import ALL, Selected, Tensors, TensorSlices
+from lopa_ascend.families.table import ALL, LORA_A, LORA_B, Selected, Tensors, TensorSlices
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +156,42 @@ def merge_adapter(
             check_finite(file, delta.b, b)
             weight = (b.float() @ a.float()).mul_(delta.scaling).add_(weight)
         yield name, weight
+
+
+def draft_factors(adapter: Adapter, model: Tensors, slices: TensorSlices) -> Iterator[tuple[str, torch.Tensor]]:
+    """The factors of an adapter by our names, A [r, I] and scaling * B [O, r], as far as this rank has W.
+
+    Args:
+        adapter: of layers whose parts the ranks sum.
+        slices: the rank's part of W, so the columns of A.
+
+    Raises:
+        CheckpointError: a value of the adapter is not a finite number.
+    """
+    file = adapter.path / ADAPTER_WEIGHTS
+    for name, delta in adapter.deltas.items():
+        a, b = map_tensor(file, delta.a), map_tensor(file, delta.b)
+        check_finite(file, delta.a, a)
+        check_finite(file, delta.b, b)
+        module, _, kind = model.specs[name].ours.rpartition(".")
+        yield f"{module}{LORA_A}.{kind}", a[:, slices[name][1]]
+        yield f"{module}{LORA_B}.{kind}", b.float() * delta.scaling
+
+
+def open_draft_adapter(path: Path, model: Tensors, architecture: str) -> Adapter:
+    """``open_adapter``, of an adapter that is not merged: it may change the output of attention alone.
+
+    Raises:
+        CheckpointError: see there; or it changes another layer.
+    """
+    adapter = open_adapter(path, model, architecture)
+    for name in adapter.deltas:
+        if not model.specs[name].ours.endswith(".o.weight"):
+            raise CheckpointError(
+                f"{path / ADAPTER_CONFIG}: target_modules: adapts {name.removesuffix('.weight')}; an adapter that only "
+                "drafts use may adapt o_proj alone"
+            )
+    return adapter
 
 
 def _check_copy(file: Path, name: str, weight: torch.Tensor, part: tuple[Selected, ...]) -> None:

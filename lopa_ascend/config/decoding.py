@@ -116,6 +116,12 @@ class DecodingParams(UsualParams):
         return commits
 
     @property
+    def max_window(self) -> int | None:
+        """Most positions that several rows of a pass compute anew; None: any number."""
+        size: int = self.block_size
+        return size if self.strategy.has_one_open_block else None
+
+    @property
     def eager_parameter(self) -> str | None:
         """A field whose value no compiled step can decode, whatever it is compiled for; None if some can.
 
@@ -189,7 +195,7 @@ class DecodingParams(UsualParams):
         return DecodingParams(
             decoding="d2f" if self.is_pipelined else "parallel",
             block_size=self.block_size,
-            window_attention=self.window_attention,
+            window_attention="full" if self.window_attention == "full" else "block_causal",
             max_new_tokens=longest,
         )
 
@@ -243,6 +249,8 @@ class GraphParams:
     window_attention: str = "block_causal"
     confidence: str = "max_prob"
     branch_acceptance: str = "published"
+    drafts: bool = False
+    """Whether passes over a block draft."""
 
     @classmethod
     def of(cls, params: DecodingParams) -> GraphParams:
@@ -256,6 +264,7 @@ class GraphParams:
             window_attention=params.window_attention,
             confidence=params.confidence,
             branch_acceptance=params.branch_acceptance,
+            drafts=params.strategy.drafts,
         )
 
 

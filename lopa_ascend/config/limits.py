@@ -24,7 +24,7 @@ def check_decoding(params: DecodingParams, properties: ModelProperties) -> None:
     what = "which attends to all positions"
     if properties.is_block_causal:
         what = f"which is block-causal and predicts {'the next' if properties.logit_shift else 'each'} position"
-        if params.window_attention != "block_causal" and params.is_pipelined:
+        if params.window_attention == "full" and params.is_pipelined:
             message = f'"{params.window_attention}" does not go with this model, {what}; use "block_causal"'
             raise ParameterError("window_attention", message)
     elif properties.is_causal:
@@ -75,7 +75,7 @@ class Limits:
 
     def num_slots(self, params: DecodingParams) -> int:
         """Slots that a request has in each group of ranks."""
-        return slots_for(1 + params.lookaheads, self.branch_parallel_size)
+        return slots_for(params.strategy.most_rows(params), self.branch_parallel_size)
 
     def max_branches(self, window: int) -> int:
         """The most branches, the anchor included, of one request in one step, so that no rank computes more than
@@ -230,7 +230,7 @@ class Limits:
         size, longest = params.block_size, params.max_new_tokens
         num_shared_positions = self.properties.origin(prompt_tokens, size) if params.is_pipelined else 0
         limit = self.properties.limit(prompt_tokens, longest, size)
-        pages = worst_case(limit, self.num_slots(params), num_shared_positions)
+        pages = worst_case(limit, self.num_slots(params), num_shared_positions, params.max_window)
         if pages > self.num_pages:
             message = (
                 f"{1 + params.lookaheads} branches of {prompt_tokens} + {params.max_new_tokens} positions can need "

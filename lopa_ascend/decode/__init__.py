@@ -14,14 +14,29 @@ from lopa_ascend.decode.causal import Autoregressive, CausalBlocks
 from lopa_ascend.decode.fast_dllm import FastDllm
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
 from lopa_ascend.decode.lengths import Measuring
+from lopa_ascend.decode.linear_spec import LinearSpec, LopaLinearSpec
 from lopa_ascend.decode.lopa import Lopa, LopaCausalBlocks, LopaFastDllm, LopaFastDllmV2, LopaParallel
+from lopa_ascend.decode.s2d2 import S2D2, S2D2FastDllmV2
 from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.decode.vanilla import Vanilla
-from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
+from lopa_ascend.decode.verified import ExactCausalBlocks, ExactLopa, VerifiedLopa
 
-add_decoding("lopa", Lopa, VerifiedLopa, ExactLopa, LopaParallel, LopaFastDllm, LopaFastDllmV2, LopaCausalBlocks)
-for strategy in (BlockPipeline, Parallel, Vanilla, FastDllm, FastDllmV2, CausalBlocks, Autoregressive):
+add_decoding(
+    "lopa",
+    Lopa,
+    VerifiedLopa,
+    ExactLopa,
+    LopaParallel,
+    LopaFastDllm,
+    LopaFastDllmV2,
+    LopaCausalBlocks,
+    ExactCausalBlocks,
+    LopaLinearSpec,
+)
+for strategy in (BlockPipeline, Parallel, Vanilla, FastDllm, FastDllmV2, CausalBlocks, Autoregressive, LinearSpec):
     add_decoding(strategy.base, strategy)
+
+add_decoding("s2d2", S2D2, S2D2FastDllmV2)
 
 
 def begin(start: SequenceStart) -> Strategy:

@@ -16,7 +16,7 @@ from lopa_ascend.decode.schedule import wanted
 from lopa_ascend.decode.strategy import Only, SequenceStart, Strategy
 from lopa_ascend.types import Fill, ModelProperties, RowPlan, SequencePlan
 
-WINDOW_ATTENTIONS = ("block_causal", "full")
+WINDOW_ATTENTIONS = ("block_causal", "full", "causal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,8 @@ class PipelineParams(BlockParams):
         "block_causal",
         Choice(WINDOW_ATTENTIONS),
         'what a block of the window attends to: "block_causal": all positions up to its own end; "full": all '
-        "positions up to the end of the window",
+        'positions up to the end of the window; "causal", of "s2d2" alone: before the first mask each position, those '
+        "of the prompt too, attends to those up to its own, and the others to the whole block",
         default_text='"block_causal"; "full" on a whole canvas',
         graphs=GraphSupport.COMPILED,
     )
@@ -55,7 +56,10 @@ class BlockPipeline(Strategy):
     has_graphs = True
     parameters = PipelineParams
     own: PipelineParams
-    only: ClassVar[Only] = {"branch_acceptance": ("published", "verified", "exact")}  # of one branch
+    only: ClassVar[Only] = {
+        "branch_acceptance": ("published", "verified", "exact"),  # of one branch
+        "window_attention": ("block_causal", "full"),
+    }
     rules: ClassVar[tuple[Rule, ...]] = (
         *COMBINATIONS,
         Rule("editing_threshold", "tau_add", (1,)),  # the next block would open beside one that is not final

@@ -33,6 +33,11 @@ class CausalBlocks(FastDllmV2):
         """Whether the model is causal, and was trained to fill blocks."""
         return properties.is_causal and properties.fills_blocks
 
+    @property
+    def num_counted(self) -> int:
+        """All positions before the one that a causal pass predicts are final, those too that it is about to commit."""
+        return max(0, self.anchor.blocks[-1].start - len(self.prompt))
+
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
         """As in every decoding. A piece of a prompt predicts nothing, and is not counted as a forward pass."""
         row, anchor = plan.rows[-1], self.anchor
@@ -56,7 +61,9 @@ class CausalBlocks(FastDllmV2):
     def _row(self, branch: Branch, full: bool) -> RowPlan:
         row = super()._row(branch, full)
         # While the first position of the last block is masked, the row ends before it.
-        return replace(row, is_causal=row.end <= branch.blocks[-1].start)
+        if row.end > branch.blocks[-1].start:
+            return row
+        return replace(row, causal_end=row.end, entry_ends=(), logit_shift=1)
 
 
 class Autoregressive(CausalBlocks):
@@ -74,6 +81,10 @@ class Autoregressive(CausalBlocks):
     @classmethod
     def row_length(cls, params: DecodingParams) -> int:
         return 1
+
+    @property
+    def noise_round(self) -> int:
+        return 0  # each position is drawn once
 
     def extend(self, branch: Branch) -> Branch:
         return branch.open_block(1, self.mask) if self._may_open(branch) else branch

@@ -57,7 +57,7 @@ class FastDllmV2(BlockPipeline):
         "max_post_steps": (),
     }
     # A span that a grammar forces would leave out a block's first pass.
-    rules = (
+    rules: ClassVar[tuple[Rule, ...]] = (
         Rule("sub_block_cache", "structured_outputs", (None,)),
         Rule("sub_block_cache", "max_thinking_tokens", (None,)),
     )

@@ -4,6 +4,7 @@ does not fit, and what is filled without a prediction because nothing else fits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.constraint import Constraint
@@ -28,6 +29,10 @@ class NoGrammar:
         """
         return 0
 
+    def allowed_along(self, anchor: Branch, row: RowPlan) -> list[int]:
+        """The same at the first masked position of a row and, if the row is causal, at those behind it."""
+        return [self.allowed(anchor, row)]
+
     def must_fill(self, branch: Branch) -> int | None:
         """The position that a pass fills in any case; None: there is none."""
         return None
@@ -35,6 +40,10 @@ class NoGrammar:
     def admitted(self, branch: Branch, fills: list[Fill]) -> list[Fill]:
         """Those of some fills of masked positions that fit, as far as what is before them is known."""
         return fills
+
+    def num_admitted(self, branch: Branch, drafts: Sequence[int]) -> int:
+        """How many of some drafts, token ids, from the first one on, fit behind the filled beginning of a branch."""
+        return len(drafts)
 
     def follow(self, branch: Branch, extend: Callable[[Branch], Branch], before: Branch | None = None) -> Branch:
         """The branch after fills, as its grammar has it.
@@ -79,6 +88,21 @@ class GrammarFollower(NoGrammar):
         before = row.tokens[max(0, anchor.first - row.start) : row.masked[0] - row.start]
         return self._constraint.allowed((*anchor.tokens[:known], *before))
 
+    def allowed_along(self, anchor: Branch, row: RowPlan) -> list[int]:
+        if not row.is_causal:
+            known = anchor.first + len(self._beginning(anchor))
+            drafts = row.tokens[known - row.start : row.masked[0] - row.start] if row.drafts else ()
+            return [self.allowed(anchor, row)] if self.num_admitted(anchor, drafts) == len(drafts) else []
+        found = []
+        for position in row.masked:
+            try:
+                found.append(self.allowed(anchor, replace(row, masked=(position,))))
+            except GrammarError:  # it concerns nobody unless the drafts before it are right
+                if not found:
+                    raise
+                break
+        return found
+
     def must_fill(self, branch: Branch) -> int | None:
         return branch.first + len(self._beginning(branch)) if branch.masks else None
 
@@ -89,6 +113,10 @@ class GrammarFollower(NoGrammar):
             for fill in fills
             if fill.position != first or self._constraint.admitted((*beginning, fill.token)) > len(beginning)
         ]
+
+    def num_admitted(self, branch: Branch, drafts: Sequence[int]) -> int:
+        beginning = self._beginning(branch)
+        return self._constraint.admitted((*beginning, *drafts)) - len(beginning)
 
     def follow(self, branch: Branch, extend: Callable[[Branch], Branch], before: Branch | None = None) -> Branch:
         """The filled beginning is followed up to the first mask. A token that does not fit is masked again, with what

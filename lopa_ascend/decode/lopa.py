@@ -24,21 +24,28 @@ from lopa_ascend.types import Fill, RowResult, SequencePlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookaheadParams(ScoreParams):
-    """Which decoding is extended, and which branch wins."""
+class BaseParams:
+    """Which decoding is extended."""
 
     base: str = research(
         "d2f",
         Variant(attribute="base"),
-        'the decoding that "lopa" extends: it decodes the anchor branch, and "lopa" adds lookahead branches',
+        'the decoding that "lopa" and "s2d2" extend: it decodes the anchor branch, and "lopa" adds lookahead branches; '
+        'it fills what "s2d2" does not check',
         graphs=GraphSupport.DEFAULT,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookaheadParams(BaseParams, ScoreParams):
+    """Which decoding is extended, and which branch wins."""
+
     branch_acceptance: str = research(
         "published",
         Variant(attribute="branch_acceptance"),
         'which branch wins: "published": the one with the highest score; "verified": the one that fills most '
         'positions, among the anchor and the branches whose lookahead token "d2f" would fill now; "exact": the one '
-        'that "d2f" would have after this pass, so that the answer is that of "d2f"',
+        "that the base would have after this pass, so that the answer is the base's",
         graphs=GraphSupport.COMPILED,
     )
 
@@ -93,16 +100,21 @@ class Lookaheads(Strategy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LopaParams(LookaheadParams, PipelineParams):
-    """LoPA over D2F."""
+class DraftParams(LookaheadParams):
+    """How many tokens a draft has."""
 
     lookahead_depth: int = research(
         1,
         Integer(1, 16),
         "most tokens that a lookahead branch has in addition to the anchor's; above 1 one pass may replace several "
-        'passes of "d2f"; needs `branch_acceptance` "verified" or "exact"',
+        'passes of the base; needs `branch_acceptance` "verified" or "exact"',
         graphs=GraphSupport.DEFAULT,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LopaParams(DraftParams, PipelineParams):
+    """LoPA over D2F."""
 
 
 class Lopa(Lookaheads, BlockPipeline):
@@ -171,18 +183,28 @@ class LopaFastDllmV2(Lookaheads, FastDllmV2):
     only: ClassVar[Only] = {"sub_block_cache": ()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class LopaCausalBlocksParams(DraftParams, FastDllmV2Params):
+    """LoPA over causal blocks."""
+
+
 class LopaCausalBlocks(Lookaheads, CausalBlocks):
     """One sequence under LoPA over causal blocks.
 
     A lookahead branch never fills the last mask of a block: the causal pass that commits a block is the anchor's alone.
     """
 
-    parameters = LopaFastDllmV2Params
-    own: LopaFastDllmV2Params
+    parameters = LopaCausalBlocksParams
+    own: LopaCausalBlocksParams
+    rules = (
+        Rule("branch_acceptance", "temperature", (0,)),  # as over D2F
+        Rule("lookahead_depth", "branch_acceptance", ("exact",)),
+    )
 
-    def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
-        *lookaheads, anchor = super().spawn(anchor, open_positions)
-        return [*(branch for branch in lookaheads if branch.masks), anchor]
+    def branches_with(self, anchor: Branch, drafts: Sequence[Sequence[Fill]]) -> list[Branch]:
+        *lookaheads, anchor = super().branches_with(anchor, drafts)
+        # A grammar may have filled the last mask, and opened the next block.
+        return [*(branch for branch in lookaheads if branch.masks and branch.end == anchor.end), anchor]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,8 @@ class SequenceStart:
     """Positions of the prompt whose keys and values are in the cache already."""
     properties: ModelProperties = DREAM
     """The model's."""
+    vocab_size: int = 2
+    """Logits of a position."""
     constraint: Constraint | None = None
     """What the answer keeps to; None: it is free."""
     gapped: GappedText | None = None
@@ -114,6 +116,8 @@ class Strategy(ABC):
     default_branches: ClassVar[int] = 0
     commits: ClassVar[bool] = False
     """Whether a window of blocks moves over the canvas and commits keys and values behind it."""
+    has_one_open_block: ClassVar[bool] = False
+    """Whether passes with several rows compute positions of one block alone, and commit nothing."""
     computes_whole_branches: ClassVar[bool] = False
     """Whether each lookahead branch computes prompt and canvas."""
     fills_gaps: ClassVar[bool] = False
@@ -124,6 +128,8 @@ class Strategy(ABC):
     """Whether compiled steps decode it. This is not inherited."""
     decides_on_host: ClassVar[bool] = False
     """Whether its forward passes alone are compiled. So they support all that a request asks."""
+    drafts: ClassVar[bool] = False
+    """Whether passes over a block draft; see ``RowPlan.drafts``."""
     own: Any
     editing: NoEditing = NO_EDITING
     successor: Strategy | None = None
@@ -141,7 +147,7 @@ class Strategy(ABC):
         self.limit = properties.limit(len(prompt), params.max_new_tokens, params.block_size)
         self._rule = acceptance_rule(params)
         self.own = self.parameters(**{name: getattr(params, name) for name in settings(self.parameters)})
-        self.max_rows = 1 + params.lookaheads
+        self.max_rows = self.most_rows(params)
         self.num_committed = start.num_committed
         self.num_forwards = 0
         self.is_stuck = False
@@ -179,6 +185,16 @@ class Strategy(ABC):
     def draws(cls, params: DecodingParams) -> bool:
         """Whether positions are drawn by the seed."""
         return False
+
+    @classmethod
+    def most_rows(cls, params: DecodingParams) -> int:
+        """See ``max_rows``."""
+        return 1 + params.lookaheads
+
+    @property
+    def noise_round(self) -> int:
+        """What the noise of samples depends on beside seed and position: here each pass draws anew."""
+        return self.num_forwards
 
     @property
     def anchor(self) -> Branch:

@@ -2,9 +2,10 @@
 
 The branches of a pass are those of LoPA: the anchor, and the anchor with one more position filled. As published, the
 branch with the best score wins, and its lookahead token is committed although it has passed no test. Here a lookahead
-branch may win only if D2F's fill rule, applied to the anchor's predictions of the same pass, fills its token now. The
-branch's own predictions are then worth a second pass. With ``lookahead_depth`` above 1 a branch may hold several tokens
-more: a branch that is confirmed can itself confirm another that holds its tokens and more, and saves another pass.
+branch may win only if the fill rule of the base (D2F's, say), applied to the anchor's predictions of the same pass,
+fills its token now. The branch's own predictions are then worth a second pass. With ``lookahead_depth`` above 1 a
+branch may hold several tokens more: a branch that is confirmed can itself confirm another that holds its tokens and
+more, and saves another pass.
 
 Related: Spiffy (arXiv 2509.18085), FreeDave (arXiv 2510.00294), SSD (arXiv 2510.04147).
 """
@@ -19,7 +20,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from lopa_ascend.decode.blocks import BlockState, Branch
-from lopa_ascend.decode.lopa import Lopa
+from lopa_ascend.decode.lopa import Lookaheads, Lopa, LopaCausalBlocks
 from lopa_ascend.types import Fill, RowResult, SequencePlan
 
 Place = tuple[int, int]
@@ -28,15 +29,15 @@ Confirmed = Mapping[Place, tuple[int, Fill]]
 """By place of a branch's own token: the index of the branch that confirms the token, and that branch's prediction."""
 
 
-class DraftingLopa(Lopa):
+class Drafts(Lookaheads):
     """What both kinds of confirmation have in common."""
 
     def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
         """With ``lookahead_depth`` above 1, one branch for each set of ``draft_ranks``, and the anchor after them.
-        Positions of fully activated blocks have the first ranks: in these blocks D2F fills something in every pass;
-        under a grammar the first masked position, which it fills in every pass."""
+        Positions of fully activated blocks have the first ranks: there the base fills something in every pass; under a
+        grammar the first masked position, which it fills in every pass."""
         first = self.grammar.must_fill(anchor)
-        if self.own.lookahead_depth == 1 and first is None:
+        if self.params.lookahead_depth == 1 and first is None:
             return super().spawn(anchor, open_positions)
         activated = [range(block.start, block.end) for block in self.open(anchor).blocks if block.activated]
 
@@ -45,7 +46,7 @@ class DraftingLopa(Lopa):
             return fill.position != first, not is_in_activated, -fill.confidence, fill.position
 
         ranked = sorted(open_positions, key=place_in_ranking)
-        shapes = draft_ranks(min(len(ranked), self.num_wanted), self.own.lookahead_depth, self.num_wanted)
+        shapes = draft_ranks(min(len(ranked), self.num_wanted), self.params.lookahead_depth, self.num_wanted)
         return self.branches_with(anchor, [[ranked[rank] for rank in shape] for shape in shapes])
 
     def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
@@ -75,7 +76,7 @@ class DraftingLopa(Lopa):
         return None
 
 
-class VerifiedLopa(DraftingLopa):
+class VerifiedLopa(Drafts, Lopa):
     """Among the anchor and the confirmed branches, the winner is the one with the most filled positions, its own tokens
     included. Ties go to the higher branch score, then to the better rank.
 
@@ -112,17 +113,16 @@ class VerifiedLopa(DraftingLopa):
         return winner, confirmed[winner]
 
 
-class ExactLopa(DraftingLopa):
-    """A branch wins if D2F's next pass would start from exactly its tokens. With ``lookahead_depth`` above 1 this
-    chains through several branches. So the answer is D2F's, token for token, and these passes are saved.
+class Exact(Drafts):
+    """A branch wins if the base's next pass would start from exactly its tokens. With ``lookahead_depth`` above 1 this
+    chains through several branches. So the answer is the base's, token for token, and these passes are saved.
 
-    A pass with a commit is not saved: keys and values would be read from other places, and with full attention they
-    would be others. Without one, D2F's next pass is the same computation on the same cached keys and values, to the
-    last bit, also with penalties and banned words.
+    A pass with a commit is not saved: keys and values would be read from other places, and with full attention or a
+    causal commit they would be others. Without one, the base's next pass is the same computation on the same cached
+    keys and values, to the last bit, also with penalties and banned words.
     """
 
     branch_acceptance = "exact"
-    has_graphs = True
 
     def _confirmed_winner(self, predicted: Sequence[list[Fill]], scores: Sequence[Fraction]) -> tuple[int, Confirmed]:
         winner = len(self.branches) - 1
@@ -137,6 +137,16 @@ class ExactLopa(DraftingLopa):
                 return winner, confirmed
             confirmed |= {_place(fill): (winner, fill) for fill in fills}
             winner = by_tokens[following.tokens]
+
+
+class ExactLopa(Exact, Lopa):
+    """Over D2F."""
+
+    has_graphs = True
+
+
+class ExactCausalBlocks(Exact, LopaCausalBlocks):
+    """Over causal blocks."""
 
 
 @lru_cache(maxsize=1024)

@@ -488,6 +488,8 @@ class Engine:
             error=sequence.error,
             seed=params.seed if params.is_random else None,
             record=record if sequence.request.trace else None,
+            num_drafted=0 if record is None or record.accepted is None else len(record.drafted),
+            num_accepted=0 if record is None else record.accepted or 0,
             canvas_positions=sequence.canvas_positions,
             continuation_logprobs=sequence.continuation_logprobs,
             gap_ends=gap_ends,

@@ -107,6 +107,10 @@ class SplitSource(ModelSource):
         self._class = find_decoder(family)
         self._checkpoint = found = checkpoint.open_checkpoint(path, family)
         self.config = found.config
+        folder = path / family.draft_adapter if family.draft_adapter else None
+        self._draft_adapter = None
+        if folder is not None and folder.is_dir():
+            self._draft_adapter = checkpoint.open_draft_adapter(folder, found.expected, family.name)
         int8 = found.int8.kinds if found.int8 else found.expected.int8_modules(config.int8_layers())
         self._int8_modules = sorted(int8)
         if found.int8 is not None:
@@ -117,7 +121,7 @@ class SplitSource(ModelSource):
 
     @property
     def identity(self) -> object:
-        return self.config, self._int8_modules, self._family.decoder
+        return self.config, self._int8_modules, self._family.decoder, self._draft_adapter is not None
 
     def weight_bytes(self, ranks: int) -> int:
         size: int = getattr(torch, checkpoint.with_dtype(self.config, self._options.dtype).dtype).itemsize
@@ -128,6 +132,7 @@ class SplitSource(ModelSource):
         config, weights = checkpoint.load(
             self._checkpoint,
             lora=options.lora,
+            draft_adapter=self._draft_adapter,
             dtype=options.dtype,
             device=str(ops.device),
             shard=Shard(tp.rank, tp.size),

@@ -79,7 +79,9 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     num_token_ids = tokenizer.num_token_ids if tokenizer else model.vocab_size
     max_model_len = choose_max_model_len(config, model)
     max_num_batched_tokens = config.batched_tokens(max_model_len)
-    ops, layout = device.checked_ops(ops, config, with_dtype(model, config.dtype), max_model_len)
+    is_causal = model_source.properties.is_causal
+    stated = with_dtype(model, config.dtype)
+    ops, layout = device.checked_ops(ops, config, stated, max_model_len, is_causal=is_causal)
     config = replace(config, attention_layout=layout)
     device.check_memory(model_source.weight_bytes(config.tensor_parallel_size), config.world_size)
     graph_plan = None

@@ -90,7 +90,9 @@ class Scheduler:
     def _fits(self, request: Request, entry: Prefix | None) -> bool:
         """Whether the request, on the pages of a cached beginning if there is one, and all running ones can get every
         page that they may need."""
-        needed = worst_case(request.limit, self.limits.num_slots(request.params), request.num_shared_positions)
+        params = request.params
+        num_slots, num_shared = self.limits.num_slots(params), request.num_shared_positions
+        needed = worst_case(request.limit, num_slots, num_shared, params.max_window)
         reserved = sum(sequence.num_reserved for sequence in self.running.values())
         available = self.allocator.num_free + self.allocator.num_evictable - reserved
         if entry is not None:

@@ -51,6 +51,7 @@ class Starter:
             eos=frozenset(eos),
             num_committed=num_cached,
             properties=request.properties,
+            vocab_size=self._model.vocab_size,
             constraint=self._constraint(request, eos),
             gapped=request.gapped,
         )

@@ -45,6 +45,8 @@ class Family:
     """Fields of its own that change nothing here, and fields of Qwen2 that ``complete`` reads in another way."""
     own_rope: frozenset[str] = frozenset()
     """Further fields of ``rope_parameters`` that ``complete`` reads, with "rope_type"."""
+    draft_adapter: str | None = None
+    """The folder of a checkpoint that may hold an adapter which only drafts are computed with."""
     complete: Callable[[Fields, ModelConfig], ModelConfig] | None = None
     """Adds what only this family has, such as experts, to the configuration that was read."""
     end_tokens: tuple[str, ...] = ()

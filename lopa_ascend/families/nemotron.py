@@ -57,6 +57,7 @@ FAMILY = Family(
     only={"dlm_paradigm": ("bidirectional", "autoregressive", None), "sliding_window": (None,)},
     unused=frozenset({"ar_loss_weight", "dlm_loss_weight", "dp_varying_mask_ratio", "rope_scaling"}),
     own_rope=frozenset({*_YARN, "attention_factor", "llama_4_scaling_beta"}),
+    draft_adapter="linear_spec_lora",
     complete=_complete,
     recommended={"decoding": "causal_blocks", "tau_conf": 0.9, "sub_block_size": 32},
     source="the sampler of Nemotron-Labs-Diffusion",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lopa_ascend.families import sdar
 from lopa_ascend.families.family import Family
-from lopa_ascend.families.table import Row
+from lopa_ascend.families.table import DRAFTS, Row
 from lopa_ascend.types import ModelProperties
 
 
@@ -17,7 +17,7 @@ def _drafting() -> tuple[Row, ...]:
         module, dot, kind = row.name.rpartition(".")
         if module.startswith("self_attn."):
             name, _, ours_kind = row.ours.rpartition(".")
-            found.append(replace(row, name=f"{module}_diff.{kind}", ours=f"{name}_diff.{ours_kind}"))
+            found.append(replace(row, name=f"{module}_diff.{kind}", ours=f"{name}{DRAFTS}.{ours_kind}"))
     return tuple(found)
 
 

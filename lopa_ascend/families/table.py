@@ -18,6 +18,10 @@ HEAD = "lm_head"
 """`Row.linear` of the LM head."""
 SCALE = "_scale"
 """The suffix that makes the name of an int8 weight the name of its scales."""
+DRAFTS = "_diff"
+"""What the names of weights end with that drafts alone are computed with, in the place of those without it."""
+LORA_A, LORA_B = "_lora_a", "_lora_b"
+"""What the names of the two factors end with that an adapter for drafts adds to a linear layer."""
 Selected = slice | list[int]
 """Some of a dimension: a range, or indices."""
 TensorSlices = Mapping[str, tuple[Selected, ...]]

@@ -32,6 +32,7 @@ class Kind(NamedTuple):
     length: int
     """Positions of a row."""
     is_causal: bool
+    drafts: bool = False
 
     @classmethod
     def of(cls, plan: SequencePlan) -> Kind | None:
@@ -40,7 +41,7 @@ class Kind(NamedTuple):
         if len(lengths) != 1 or any(row.compute_from > row.start for row in plan.rows):
             return None
         (length,) = lengths
-        return cls(length, length > 1 and plan.rows[0].is_causal)
+        return cls(length, length > 1 and plan.rows[0].is_causal, plan.rows[0].drafts)
 
 
 class Rows(NamedTuple):
@@ -55,10 +56,11 @@ class Rows(NamedTuple):
     """Pages of a slot."""
     max_queries: int | None
     """See ``Ops``."""
+    drafts: bool = False
 
     @property
     def kind(self) -> Kind:
-        return Kind(self.length, self.is_causal)
+        return Kind(self.length, self.is_causal, self.drafts)
 
     @property
     def tokens(self) -> int:
@@ -80,7 +82,8 @@ class Rows(NamedTuple):
     @property
     def name(self) -> str:
         """For messages and for files of compiled graphs."""
-        return f"{'causal' if self.is_causal else 'rows'}{self.rows}_length{self.length}_pages{self.pages}"
+        kind = "drafts" if self.drafts else "causal" if self.is_causal else "rows"
+        return f"{kind}{self.rows}_length{self.length}_pages{self.pages}"
 
     def shape(self, dims: str) -> tuple[int, ...]:
         """See ``spec.Sizes``."""
@@ -98,7 +101,7 @@ def declare_rows(kinds: Mapping[Kind, int], shape: Rows, max_tokens: int) -> tup
     declared = []
     for kind, most in kinds.items():
         commits = kind.is_causal or kind.length == 1
-        bucket = shape._replace(length=kind.length, is_causal=kind.is_causal, slots=shape.slots if commits else 1)
+        bucket = shape._replace(**kind._asdict(), slots=shape.slots if commits else 1)
         fitting = (rows for rows in ladder(most) if rows == 1 or rows * kind.length <= max_tokens)
         declared += [bucket._replace(rows=rows) for rows in fitting]
     return tuple(declared)
@@ -151,7 +154,10 @@ class Launcher:
         given, caches = ForwardTensors(*tensors[:num_given]), tensors[num_given:]
         on_host, on_device = ((), kv_lengths) if isinstance(kv_lengths, Tensor) else (tuple(kv_lengths), None)
         entries = Entries(self._lengths, on_host, given.page_tables, self._groups, (0,), on_device, causal=self._causal)
-        inputs = ForwardInputs(given.tokens, given.positions, given.slot_mapping, given.source, entries, rows=None)
+        num_drafts = self.bucket.tokens if self.bucket.drafts else 0
+        inputs = ForwardInputs(
+            given.tokens, given.positions, given.slot_mapping, given.source, entries, rows=None, num_drafts=num_drafts
+        )
         num_layers = len(caches) // 2
         return self._model.forward(inputs, caches[:num_layers], caches[num_layers:])
 

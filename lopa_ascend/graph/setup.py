@@ -154,7 +154,8 @@ def _windows(config: EngineConfig, shape: Bucket, max_tokens: int) -> tuple[Buck
 
 def _rows(config: EngineConfig, shape: Bucket, max_tokens: int) -> tuple[Rows, ...]:
     """The buckets of forward passes: those of branches, and those that commit a block, of which there is one each."""
-    kinds = {Kind(shape.block_length, is_causal=False): config.max_num_seqs * shape.slots}
+    drafts = config.graph_params.drafts
+    kinds = {Kind(shape.block_length, False, drafts): config.max_num_seqs * (1 if drafts else shape.slots)}
     if shape.block_length > 1:
         kinds[Kind(shape.block_length, is_causal=True)] = config.max_num_seqs
     largest = Rows(config.max_num_seqs, shape.block_length, False, shape.slots, shape.pages, shape.max_queries)

@@ -105,16 +105,19 @@ def slots_for(num_branches: int, groups: int) -> int:
     return -(-num_branches // groups)
 
 
-def worst_case(positions: int, num_slots: int, committed: int) -> int:
+def worst_case(positions: int, num_slots: int, committed: int, window: int | None = None) -> int:
     """The most pages that a sequence can hold from now on.
 
     Args:
         positions: the most positions that it can have.
+        window: the most of them that are not committed when slots beside the first have rows; None: any number.
         committed: committed positions. Their full pages are held once, all other pages once for each slot. The prompt
             counts as committed from the start where one row computes it.
     """
-    full = committed // PAGE_SIZE
-    return full + num_slots * (pages_for(positions) - full)
+    private = pages_for(positions) - committed // PAGE_SIZE
+    if window is not None:
+        private = min(private, pages_for(PAGE_SIZE - 1 + window))
+    return pages_for(positions) + (num_slots - 1) * private
 
 
 class PageTables:

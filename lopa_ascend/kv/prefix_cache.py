@@ -14,7 +14,8 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import compress, count
+from operator import ne
 from typing import Any
 
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, pages_for
@@ -181,7 +182,6 @@ def _num_common(key: Prefix, other: Prefix) -> int:
     """Positions at the beginning, in whole blocks, that have the same keys and values."""
     if (key.window_attention, key.block_size, key.phase) != (other.window_attention, other.block_size, other.phase):
         return 0
-    size, tokens, others = key.block_size, key.tokens, other.tokens
-    end = min(len(tokens), len(others))
-    begins = [0, *range(key.phase or size, end, size)]
-    return next((i for i, j in pairwise([*begins, end]) if tokens[i:j] != others[i:j]), end)
+    end = min(len(key.tokens), len(other.tokens))
+    same = next(compress(count(), map(ne, key.tokens, other.tokens)), end)  # of thousands of tokens, without a loop
+    return same if same == end else max(0, same - (same - key.phase) % key.block_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,10 +36,12 @@ class ForwardInputs:
     """Who attends to what."""
     rows: Tensor | None
     """Indices of the tokens whose hidden states are returned, int64 [R]; None: all."""
+    num_drafts: int = 0
+    """The first so many tokens draft: weights compute them that a model may have for drafts alone."""
 
     def to(self, device: torch.device) -> ForwardInputs:
         """The same on a device."""
-        tensors = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         entries = replace(self.entries, page_tables=self.entries.page_tables.to(device))
         return replace(self, entries=entries, **tensors)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from lopa_ascend.backend.interface import Experts, Ops
 from lopa_ascend.config import ExpertsConfig, ModelConfig, YarnConfig
 from lopa_ascend.families import Family, Row
-from lopa_ascend.families.table import SCALE
+from lopa_ascend.families.table import DRAFTS, LORA_A, LORA_B, SCALE
 from lopa_ascend.model.base import Caches, ForwardInputs
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.types import Traffic
@@ -55,6 +55,7 @@ class Decoder:
         embed = own["embed.weight"]
         self.weights: Mapping[str, Tensor] = own
         self._norms_heads = "layers.0.q_norm.weight" in own
+        self._has_draft_weights = any(f"layers.0.o{end}.weight" in own for end in (DRAFTS, LORA_A))
         is_tied = config.tie_word_embeddings
         self.head = ops.packed(ops.stored(tied_head(embed, tp, shard))) if is_tied else own["head.weight"]
         self._experts = {
@@ -65,13 +66,15 @@ class Decoder:
         self._rope_tables = self._make_rope_tables(num_positions, embed)
 
     def _stored(self, name: str, weight: Tensor, rows: Mapping[str, Row]) -> Tensor:
-        """A tensor in the form in which the ops read it. ``rows``: by our name, of all tensors but scales."""
+        """A tensor in the form in which the ops read it. ``rows``: by our name, of all but scales and an adapter."""
+        if name.removesuffix(".weight").endswith((LORA_A, LORA_B)):
+            return self.ops.packed(self.ops.stored(weight))
         is_scale = name not in rows
         row = rows[name.removesuffix(SCALE) if is_scale else name]
         if row.is_summed and self.tp.rank:
             weight.zero_()
         weight = self._with_halves(name, weight)
-        if ".qkv." in name and weight.is_floating_point():
+        if name.split(".")[-2].startswith("qkv") and weight.is_floating_point():
             weight *= self._rope_unit
         if row.each:  # of all experts, whose rows lie one after another
             assert self.config.experts is not None
@@ -142,36 +145,75 @@ class Decoder:
     def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
         """See ``Model.forward``."""
         c, ops = self.config, self.ops
+        num_drafts = inputs.num_drafts if self._has_draft_weights else 0
         cos, sin = self._rope_tables.index_select(1, inputs.positions).unbind()
         residual = self.weights["embed.weight"].index_select(0, inputs.tokens)
         x = self._norm(residual, "layers.0.attn_norm", reader="layers.0.qkv")
         for n in range(c.num_layers):
             p = f"layers.{n}."
-            q, k, v = self._attention_inputs(x, p, cos, sin)
+            q, k, v = self._attention_inputs(x, p, cos, sin, num_drafts)
             ops.kv_write(k, v, k_caches[n], v_caches[n], inputs.slot_mapping, inputs.source)
             attended = ops.attention(q, k_caches[n], v_caches[n], inputs.entries)
             # After the last attention no token depends on another: go on with the wanted rows.
             if n == c.num_layers - 1 and inputs.rows is not None:
                 if not len(inputs.rows):  # NPU kernels take no empty tensor
                     return residual[:0]
-                attended, residual = attended[inputs.rows], residual[inputs.rows]
-            out = self.tp.all_reduce(self._linear(attended, p + "o"), "layers")
+                residual = residual[inputs.rows]
+                if num_drafts:
+                    out = self._attention_output(attended, p, num_drafts)[inputs.rows]
+                else:
+                    out = self._attention_output(attended[inputs.rows], p, 0)
+            else:
+                out = self._attention_output(attended, p, num_drafts)
+            out = self.tp.all_reduce(out, "layers")
             x, residual = self._add_norm(out, residual, p + "mlp_norm", reader=p + "gate_up")
             out = self.tp.all_reduce(self._mlp(x, p), "layers")
             if n < c.num_layers - 1:
                 x, residual = self._add_norm(out, residual, f"layers.{n + 1}.attn_norm", reader=f"layers.{n + 1}.qkv")
         return ops.add_rms_norm(out, residual, self.weights["norm.weight"], c.rms_norm_eps)[0]
 
-    def _attention_inputs(self, x: Rows, layer: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _attention_inputs(
+        self, x: Rows, layer: str, cos: Tensor, sin: Tensor, num_drafts: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, heads, head_dim] of a layer, with their positions in them."""
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        qkv = self._linear(x, layer + "qkv").view(-1, sum(heads), self.config.head_dim)
+        qkv = self._linear_of_views(x, layer + "qkv", num_drafts).view(-1, sum(heads), self.config.head_dim)
         if not self._norms_heads:
             q, k, v = self.ops.rope(qkv, cos, sin).split(heads, 1)
             return q, k, v
         q, k, v = qkv.split(heads, 1)
-        q_weight, k_weight = (self.weights[f"{layer}{name}_norm.weight"] for name in "qk")
-        return *self.ops.norm_rope(q, k, q_weight, k_weight, self.config.rms_norm_eps, cos, sin), v
+        queries, keys = list[Tensor](), list[Tensor]()
+        for rows, end in self._views(len(q), layer + "q_norm", num_drafts):
+            q_weight, k_weight = (self.weights[f"{layer}{name}_norm{end}.weight"] for name in "qk")
+            eps = self.config.rms_norm_eps
+            query, key = self.ops.norm_rope(q[rows], k[rows], q_weight, k_weight, eps, cos[rows], sin[rows])
+            queries.append(query)
+            keys.append(key)
+        return _joined(queries), _joined(keys), v
+
+    def _attention_output(self, attended: Tensor, layer: str, num_drafts: int) -> Tensor:
+        """This rank's part of what attention adds."""
+        out = self._linear_of_views(attended, layer + "o", num_drafts)
+        if num_drafts and layer + f"o{LORA_A}.weight" in self.weights:
+            low = self._linear(attended[:num_drafts], layer + "o" + LORA_A)
+            out = torch.cat([out[:num_drafts] + self._linear(low, layer + "o" + LORA_B), out[num_drafts:]])
+        return out
+
+    def _linear_of_views(self, x: Rows, name: str, num_drafts: int) -> Tensor:
+        """A linear layer of this rank, with the weights of drafts, if it has any, for those."""
+        num_rows = len(x if isinstance(x, Tensor) else x[0])
+        parts = [
+            self._linear(x[rows] if isinstance(x, Tensor) else (x[0][rows], x[1][rows]), name + end)
+            for rows, end in self._views(num_rows, name, num_drafts)
+        ]
+        return _joined(parts)
+
+    def _views(self, num_rows: int, name: str, num_drafts: int) -> list[tuple[slice, str]]:
+        """The rows that the same weights compute, of which there are some, and the ending of these weights' names."""
+        if not num_drafts or f"{name}{DRAFTS}.weight" not in self.weights:
+            return [(slice(None), "")]
+        views = [(slice(num_drafts), DRAFTS), (slice(num_drafts, None), "")]
+        return views[: 1 + (num_rows > num_drafts)]
 
     def _mlp(self, x: Rows, layer: str) -> Tensor:
         """This rank's part of the MLP of a layer, or of its experts and of the MLP that all tokens take."""
@@ -233,6 +275,10 @@ def _rope_unit(yarn: YarnConfig | None, num_positions: int) -> float:
         return 1.0
     largest = yarn.attention_factor * yarn.query_scale(num_positions - 1)
     return 2.0 ** max(0, math.ceil(math.log2(largest)))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def tied_head(embed: Tensor, tp: Group, shard: int) -> Tensor:

@@ -50,8 +50,9 @@ class Placement:
         return slots_for(num_rows, self.size) * self.size
 
     def sends_values(self, plan: SequencePlan) -> bool:
-        """Whether the winner's keys and values must travel to the other groups, which have not computed the same."""
-        return plan.winner_commits and bool(plan.num_new) and len(plan.rows) > 1 and self.size > 1
+        """Whether the winner's keys and values, if it commits any, must travel to the other groups, which have not
+        computed the same."""
+        return plan.winner_commits and len(plan.rows) > 1 and self.size > 1
 
     def share(self, plan: SequencePlan) -> Share:
         """What this group computes of a forward pass."""
@@ -78,7 +79,7 @@ class Placement:
             _, slot = self.home(branch)
             slot_ends[slot] = max(slot_ends[slot], row.end)
         if plan.fills_all_slots:
-            slot_ends = [plan.rows[0].end] * len(slot_ends)
+            slot_ends = [max(row.end for row in plan.rows)] * len(slot_ends)
         return tuple(slot_ends)
 
     def num_computed(self, plan: SequencePlan) -> int:

@@ -22,7 +22,7 @@ from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.runner.batch import Part
 from lopa_ascend.runner.scoring import Job
 from lopa_ascend.score.most_probable import most_probable
-from lopa_ascend.types import StepRecord
+from lopa_ascend.types import SequencePlan, StepRecord
 
 ROWS_AT_A_TIME = 64
 """Positions whose lists are made at a time: with a large vocabulary the logits of all would take gigabytes."""
@@ -45,10 +45,11 @@ class AlternativesRecorder:
             record: what the pass did; the sequence's next branches have begun.
             job: what this rank's group predicted.
         """
-        wanted = {
-            record.winner: {fill.position for fill in (*record.fills, *record.edits)}
-            | sequence.strategy.recorded_positions()
-        }
+        wanted: dict[int, set[int]] = {}
+        changed = {fill.position for fill in (*record.fills, *record.edits)}
+        for position in changed | sequence.strategy.recorded_positions():
+            if (branch := _predicting(part.share.plan, record.winner, position)) is not None:
+                wanted.setdefault(branch, set()).add(position)
         won = record.branches[record.winner]
         # As published, nothing confirms a token: ``confirmed_by`` is empty then.
         for fill, branch in zip(won.own_fills, won.confirmed_by, strict=False):
@@ -90,7 +91,14 @@ class AlternativesRecorder:
         for rows in torch.from_numpy(index).to(job.hidden.device).split(ROWS_AT_A_TIME):
             logits = model.logits(job.hidden[rows])
             if job.adjustment is not None:
-                logits = job.adjustment.apply(logits, model.first_token_id)
+                logits = job.adjustment.of_rows(rows).apply(logits, model.first_token_id)
             found = most_probable(logits, job.scoring, count, model.first_token_id, model.tp)
             lists.append(torch.cat([found.ids.float(), found.probs], -1))
         return torch.cat(lists)
+
+
+def _predicting(plan: SequencePlan, winner: int, position: int) -> int | None:
+    """The row that predicts a position: the winner, or in a pass that checks drafts another one; None where what is
+    filled is from an earlier pass."""
+    rows = (winner, *reversed(range(len(plan.rows))))  # the anchor predicts what is before the winner's own tokens
+    return next((row for row in rows if position in plan.rows[row].masked), None)

@@ -42,15 +42,20 @@ def bans_for(sequence: Sequence, part: Part, device: torch.device) -> Bans | Non
 
 
 def _allowed(sequence: Sequence, part: Part) -> list[int]:
-    """What the grammar allows at each position, 0 for all tokens. It speaks of each branch's first masked position."""
+    """What the grammar allows at each position, 0 for all tokens. It speaks of each branch's first masked position, and
+    of those behind drafts that fit."""
     strategy, share = sequence.strategy, part.share
     if not strategy.grammar.binds:
         return [0] * len(part.positions)
-    allowed = [strategy.grammar.allowed(strategy.anchor, row) if row.masked else 0 for row in share.plan.rows]
+    allowed = [strategy.grammar.allowed_along(strategy.anchor, row) if row.masked else [] for row in share.plan.rows]
     # The hidden state of a position that several rows share is listed with the first of them. They have the same tokens
     # before it.
     rows = enumerate(zip(share.rows, share.branches, strict=True))
-    allowed_at = {(number, row.masked[0]): allowed[branch] for number, (row, branch) in rows if row.masked}
+    allowed_at = {
+        (number, position): tokens
+        for number, (row, branch) in rows
+        for position, tokens in zip(row.masked, allowed[branch], strict=False)
+    }
     places = zip(part.predicted_rows.tolist(), part.positions.tolist(), strict=True)
     return [allowed_at.get(place, 0) for place in places]
 
@@ -101,9 +106,9 @@ def _complement(allowed: int, num_token_ids: int, device: torch.device) -> Tenso
 
 def _answer(sequence: Sequence, row: RowPlan, prompt_length: int) -> list[int]:
     """The answer of one branch. Positions that are predicted count as masked, although with ``editing_threshold`` they
-    may have tokens: these may change too."""
+    may have tokens: these may change too. Those that are read causally have the tokens that their predictions see."""
     tokens, start = list(row.tokens), row.start - prompt_length
-    for index in (position - row.start for position in row.masked):
+    for index in (position - row.start for position in row.masked if position >= row.causal_end):
         tokens += [sequence.scoring.mask] * (index + 1 - len(tokens))  # Fast-dLLM v2 predicts before it computes
         tokens[index] = sequence.scoring.mask
     if start <= 0:

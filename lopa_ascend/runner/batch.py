@@ -40,6 +40,10 @@ class Span(NamedTuple):
     """See ``Entries.causal``."""
 
 
+Placed = tuple[Span, int]
+"""With the index in the batch of its first token."""
+
+
 class Part(NamedTuple):
     """Where one sequence lies in a batch; the defaults are those of a share without a row."""
 
@@ -59,6 +63,11 @@ class Part(NamedTuple):
     committing: Indices = NOTHING
     """Index in the batch of the last committing position: one for each row where keys and values differ by branch,
     otherwise one for the sequence; none if nothing commits."""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether any row drafts."""
+        return any(row.drafts for row in self.share.plan.rows)
 
 
 class Batch(NamedTuple):
@@ -97,31 +106,32 @@ def build_batch(
     page_tables: list[Sequence[int]] = []
     causal: list[bool] = []
     prefix_groups: list[int] = []
-    prefixes: list[int] = []
-    for share, pages in items:
+    # A sequence has a group for queries inside its prefix, if this step computes them, and then one for those after it.
+    # So the first block reads a prompt of the same step exactly as it reads a cached prompt.
+    prefixes = [prefix for share, _ in items for prefix in (0, share.plan.prefix_length)]
+    laid_out = _laid_out([share for share, _ in items], compiled)
+    placed: list[list[Placed]] = [[] for _ in items]
+    for number, span in laid_out:
+        (share, pages), (num_keys, end, length, row_index, is_causal) = items[number], span
+        row, begin = share.rows[row_index], end - length
+        placed[number].append((span, sum(lengths)))
+        tokens.append(np.array(row.tokens[begin - row.start : end - row.start], dtype=np.int64))
+        positions.append(np.arange(begin, end))
+        lengths.append(length)
+        kv_lengths.append(num_keys)
+        page_tables.append(pages.by_slot[share.slots[row_index]])
+        causal.append(is_causal)
+        if is_causal:
+            prefix_groups.append(len(prefixes))
+            prefixes.append(begin // PAGE_SIZE * PAGE_SIZE)
+        else:
+            prefix_groups.append(2 * number + (begin >= share.plan.prefix_length))
+    for (share, pages), own in zip(items, placed, strict=True):
         if not share.rows:
             parts.append(Part(share))
             continue
-        spans, prefix_length = _spans(share, compiled), share.plan.prefix_length
-        row_tokens = _row_tokens(share, spans, sum(lengths))
-        parts.append(_part(share, spans, row_tokens, logit_shift))
-        own_prefixes = [0, prefix_length]
-        for num_keys, end, length, number, is_causal in spans:
-            row, begin = share.rows[number], end - length
-            tokens.append(np.array(row.tokens[begin - row.start : end - row.start], dtype=np.int64))
-            positions.append(np.arange(begin, end))
-            lengths.append(length)
-            kv_lengths.append(num_keys)
-            page_tables.append(pages.by_slot[share.slots[number]])
-            # A sequence has a group for queries inside its prefix, if this step computes them, and then one for those
-            # after it. So the first block reads a prompt of the same step exactly as it reads a cached prompt.
-            group = int(begin >= prefix_length)
-            if is_causal:
-                group = len(own_prefixes)
-                own_prefixes.append(begin // PAGE_SIZE * PAGE_SIZE)
-            prefix_groups.append(len(prefixes) + group)
-            causal.append(is_causal)
-        prefixes += own_prefixes
+        row_tokens = _row_tokens(share, own)
+        parts.append(_part(share, own, row_tokens, logit_shift))
         positions_written, source = _writes(share, row_tokens, pages)
         written.append(positions_written)
         sources.append(source)
@@ -142,12 +152,20 @@ def build_batch(
         source=_tensor(sources),
         entries=entries,
         rows=_tensor([part.predicting for part in parts] + [part.committing for part in parts]),
+        num_drafts=sum(span.length for number, span in laid_out if items[number][0].rows[span.row].drafts),
     )
     return Batch(inputs, tuple(parts))
 
 
 def _tensor(columns: list[Indices]) -> Tensor:
     return torch.from_numpy(np.concatenate(columns))
+
+
+def _laid_out(shares: Sequence[Share], compiled: bool) -> list[tuple[int, Span]]:
+    """The attention entries of all shares, with the index of the share, in the order of the batch: share by share, but
+    entries that draft come first, as ``ForwardInputs`` wants them."""
+    spans = [(number, span) for number, share in enumerate(shares) for span in _spans(share, compiled)]
+    return sorted(spans, key=lambda each: not shares[each[0]].rows[each[1].row].drafts)
 
 
 def _spans(share: Share, compiled: bool) -> list[Span]:
@@ -158,11 +176,11 @@ def _spans(share: Share, compiled: bool) -> list[Span]:
         return sorted(Span(row.end, row.end, len(row.tokens), index, row.is_causal) for index, row in rows)
     spans: list[Span] = []
     for index, row in enumerate(share.rows):
-        begin = row.start
-        if row.is_causal:
-            cuts = [begin, *range(pages_for(begin + 1) * PAGE_SIZE, row.end, PAGE_SIZE), row.end]
+        begin, causal_end = max(row.start, row.compute_from), min(row.end, row.causal_end)
+        if begin < causal_end:
+            cuts = [begin, *range(pages_for(begin + 1) * PAGE_SIZE, causal_end, PAGE_SIZE), causal_end]
             spans += [Span(last, last, last - first, index, is_causal=True) for first, last in pairwise(cuts)]
-            continue
+        begin = max(row.start, causal_end)
         for end in row.entry_ends:
             if begin >= row.compute_from:
                 # An entry that spans prompt and first block is cut where the prefix ends.
@@ -173,27 +191,24 @@ def _spans(share: Share, compiled: bool) -> list[Span]:
     return sorted(spans)
 
 
-def _row_tokens(share: Share, spans: Sequence[Span], first_token: int) -> list[Indices]:
-    """For each row the index in the batch of the token at each of its positions. The tokens of ``spans`` lie there one
-    after the other, from index ``first_token`` on."""
+def _row_tokens(share: Share, placed: Sequence[Placed]) -> list[Indices]:
+    """For each row the index in the batch of the token at each of its positions."""
     row_tokens = [np.full(len(row.tokens), BEFORE_WINDOW, dtype=np.int64) for row in share.rows]
-    next_token = first_token
-    for _, end, length, index, _ in spans:
+    for (_, end, length, index, _), first in placed:
         offset = end - length - share.rows[index].start
-        row_tokens[index][offset : offset + length] = np.arange(next_token, next_token + length)
-        next_token += length
+        row_tokens[index][offset : offset + length] = np.arange(first, first + length)
     for row, tokens in zip(share.rows, row_tokens, strict=True):
         num_taken_over = row.compute_from - row.start
         tokens[:num_taken_over] = row_tokens[-1][:num_taken_over]
     return row_tokens
 
 
-def _part(share: Share, spans: Sequence[Span], row_tokens: list[Indices], logit_shift: int) -> Part:
+def _part(share: Share, placed: Sequence[Placed], row_tokens: list[Indices], logit_shift: int) -> Part:
     """Where a sequence lies in the batch. A token whose hidden state several rows share is listed once, with the first
     of these rows."""
     masked_by_row = [np.array(row.masked, dtype=np.int64) for row in share.rows]
     predicting_by_row = [
-        _tokens_at(row, tokens, masked - (1 if row.is_causal else logit_shift))
+        _tokens_at(row, tokens, masked - (logit_shift if row.logit_shift is None else row.logit_shift))
         for row, tokens, masked in zip(share.rows, row_tokens, masked_by_row, strict=True)
     ]
     num_masked = [len(masked) for masked in masked_by_row]
@@ -207,7 +222,7 @@ def _part(share: Share, spans: Sequence[Span], row_tokens: list[Indices], logit_
     num_new, committing = share.plan.num_new, row_tokens if share.plan.winner_commits else row_tokens[-1:]
     return Part(
         share=share,
-        num_computed=sum(span.length for span in spans),
+        num_computed=sum(span.length for span, _ in placed),
         starts_before=starts_before,
         predicting=predicting[starts_before:],
         positions=np.concatenate(masked_by_row)[first_use],

@@ -7,12 +7,14 @@ confidence) tells every rank what all branches predict, and every rank takes the
 from __future__ import annotations
 
 from collections.abc import Sequence as List
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.core import Result, Sequence
@@ -28,8 +30,8 @@ from lopa_ascend.runner.batch import Part, build_batch
 from lopa_ascend.runner.continuations import ContinuationScorer
 from lopa_ascend.runner.scoring import Job, Scorer
 from lopa_ascend.score.adjust import adjustment_for
-from lopa_ascend.score.prediction import NOT_FINITE, NUM_COLUMNS, decode
-from lopa_ascend.types import GrammarError, RowResult, SequencePlan
+from lopa_ascend.score.prediction import NOT_FINITE, NUM_COLUMNS, NUM_WITH_RUNNER_UP, decode
+from lopa_ascend.types import GrammarError, RowResult, SequencePlan, StepRecord
 
 
 class Pass(NamedTuple):
@@ -102,7 +104,7 @@ class EagerExecutor:
             self._alternatives.record(sequence, part, record, computed.job)
         if sequence.request.continuations:
             sequence.continuation_logprobs = self._continuations.score(sequence, part, computed.job)
-        self.commit(sequence, computed, record.winner)
+        self.commit(sequence, computed, record)
         sequence.strategy = strategy.successor or strategy
         sequence.plan = sequence.strategy.plan()
         return sequence, record
@@ -128,21 +130,25 @@ class EagerExecutor:
                 for branch, row in enumerate(plan.rows):
                     group, _ = self.placement.home(branch)
                     first, last = num_read[group], num_read[group] + len(row.masked)
-                    rows.append(decode(gathered[group, first:last]))
+                    width = NUM_WITH_RUNNER_UP if row.drafts else NUM_COLUMNS
+                    rows.append(decode(gathered[group, first:last, :width]))
                     num_read[group] = last
                 valid = [row for row in rows if row is not None]
                 results.append(valid if len(valid) == len(rows) else None)
             return results
 
     def _gather(self, plans: List[SequencePlan], own: List[Tensor]) -> NDArray[np.int32]:
-        """By group, its encoded predictions for all sequences, one after the other: int32 [groups, n, 3]."""
+        """By group, its encoded predictions for all sequences, one after the other: int32 [groups, n, 3]; if any row
+        drafts, [groups, n, 5]."""
         sizes = [0] * self.bp.size
         for plan in plans:
             for branch, row in enumerate(plan.rows):
                 group, _ = self.placement.home(branch)
                 sizes[group] += len(row.masked)
-        message = torch.zeros(max(sizes), NUM_COLUMNS, dtype=torch.int32, device=self.ops.device)
-        message[: sizes[self.bp.rank]] = torch.cat(list(own))
+        drafts = any(row.drafts for plan in plans for row in plan.rows)
+        width = NUM_WITH_RUNNER_UP if drafts else NUM_COLUMNS
+        message = torch.zeros(max(sizes), width, dtype=torch.int32, device=self.ops.device)
+        message[: sizes[self.bp.rank]] = torch.cat([pad(each, (0, width - each.shape[1])) for each in own])
         if not message.numel():
             return np.zeros((self.bp.size, *message.shape), dtype=np.int32)
         gathered: NDArray[np.int32] = self.bp.all_gather(message, "branches").cpu().numpy()
@@ -198,13 +204,12 @@ class EagerExecutor:
         except GrammarError as no_way_on:
             bans, error = None, str(no_way_on)
         strategy, prompt = sequence.strategy, sequence.request.prompt
-        answer = strategy.anchor.tokens[: strategy.num_counted]
         job = Job(
             hidden=hidden,
             positions=part.positions,
-            scoring=sequence.scoring,
-            round=strategy.num_forwards,
-            adjustment=adjustment_for(sequence.request.params, prompt, answer, self.ops.device),
+            scoring=replace(sequence.scoring, runner_up=True) if part.drafts else sequence.scoring,
+            round=strategy.noise_round,
+            adjustment=adjustment_for(sequence.request.params, prompt, _counted(sequence, part), self.ops.device),
             bans=bans,
         )
         return Pass(part, job, committing, error)
@@ -212,24 +217,24 @@ class EagerExecutor:
     # ---- commit ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def commit(self, sequence: Sequence, computed: Pass, winner: int) -> None:
+    def commit(self, sequence: Sequence, computed: Pass, record: StepRecord) -> None:
         """Puts the keys and values that the winner commits into every slot of every group. Block-causal windows have
-        them there already, because all branches commit the same; with full attention they are copied and sent."""
+        them there already, because all branches commit the same; with full attention they are copied and sent, as are
+        those of the winner among branches that verify drafts."""
         share, page_tables = computed.part.share, sequence.page_tables.by_slot
-        plan = share.plan
-        if not plan.num_new:
-            return
-        if not plan.winner_commits:
+        plan, winner = share.plan, record.winner
+        if plan.num_new and not plan.winner_commits:
             sequence.last_hidden = computed.committing[0].clone()
+        if not plan.winner_commits or not record.committed:
             return
-        begin, end = plan.start, plan.start + plan.num_new
+        begin, end = plan.start, plan.start + record.committed
         group, slot = self.placement.home(winner)
-        own = None  # the winner's hidden state, if this group has it
-        if winner in share.branches:
+        own = None  # the winner's hidden state, if this group has it; drafts that are verified need none
+        if winner in share.branches and plan.num_new:
             own = computed.committing[share.branches.index(winner)]
         if self.placement.sends_values(plan):
-            sequence.last_hidden = self._broadcast(page_tables[slot], begin, end, group, own)
-        else:
+            own = self._broadcast(page_tables[slot], begin, end, group, own)
+        if plan.num_new:
             assert own is not None
             sequence.last_hidden = own.clone()
         self.pool.copy_to_slots(page_tables, slot, begin, end)
@@ -247,9 +252,22 @@ class EagerExecutor:
         """
         values = self.pool.read(page_table, begin, end)
         if hidden is None:
-            hidden = values.new_empty(self.model.config.hidden_size)
+            hidden = values.new_zeros(self.model.config.hidden_size)
         message = torch.cat([values.flatten(), hidden])
         self.bp.broadcast(message, group, "kv")
         if self.bp.rank != group:
             self.pool.write(page_table, begin, end, message[: values.numel()].view_as(values))
         return message[values.numel() :].clone()
+
+
+def _counted(sequence: Sequence, part: Part) -> List[List[int]]:
+    """What penalties count, by prediction where a causal row predicts several positions, each behind its drafts."""
+    strategy = sequence.strategy
+    answer = strategy.anchor.tokens[: strategy.num_counted]
+    rows, end = part.share.rows, len(sequence.request.prompt) + len(answer)
+    if not any(row.is_causal and len(row.masked) > 1 for row in rows):
+        return [answer]
+    places = zip(part.predicted_rows.tolist(), part.positions.tolist(), strict=True)
+    return [
+        (*answer, *rows[row].tokens[end - rows[row].start : position - rows[row].start]) for row, position in places
+    ]

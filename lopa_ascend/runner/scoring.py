@@ -15,7 +15,7 @@ from lopa_ascend.probe import Probe
 from lopa_ascend.runner.batch import Indices
 from lopa_ascend.score.adjust import Adjustment
 from lopa_ascend.score.merge import merge_scores
-from lopa_ascend.score.prediction import NUM_COLUMNS, encode
+from lopa_ascend.score.prediction import NUM_COLUMNS, NUM_WITH_RUNNER_UP, encode
 from lopa_ascend.score.shards import MAX_OFFERED, Bans, join_bans, shard_scores
 from lopa_ascend.types import Scoring
 
@@ -34,7 +34,7 @@ class Job:
     """The predicted positions [n]."""
     scoring: Scoring
     round: int
-    """Number of the forward pass: part of the sampling noise."""
+    """See ``Strategy.noise_round``."""
     adjustment: Adjustment | None = None
     """What is done to the logits first."""
     bans: Bans | None = None
@@ -73,7 +73,8 @@ class Scorer:
         """
         num_rows, scoring, round_ = len(rows), job.scoring, job.round
         if not num_rows:
-            return torch.empty(0, NUM_COLUMNS, dtype=torch.int32, device=self.ops.device)
+            width = NUM_WITH_RUNNER_UP if scoring.runner_up else NUM_COLUMNS
+            return torch.empty(0, width, dtype=torch.int32, device=self.ops.device)
         where = torch.from_numpy(positions).to(self.ops.device)
         score_rows = self.ops.score_rows or HEAD_ROWS
         if num_rows % score_rows == 1:  # torch sums a single row in several threads, so in another order
@@ -85,6 +86,9 @@ class Scorer:
         for chunk, chunk_positions in zip(rows.split(HEAD_ROWS), where.split(HEAD_ROWS), strict=True):
             logits = self.model.logits(chunk).split(score_rows)
             for piece, at in zip(logits, chunk_positions.split(score_rows), strict=True):
+                if job.adjustment is not None:
+                    span = torch.arange(first_row, first_row + len(piece), device=piece.device)
+                    piece = job.adjustment.of_rows(span).apply(piece, self.model.first_token_id)
                 shard = self._shard_scores(piece, at, job, bans and bans.within(first_row, len(piece)))
                 first_row += len(piece)
                 if is_split:
@@ -102,12 +106,10 @@ class Scorer:
         Args:
             logits: of these rows [R, local_vocab_size].
             positions: which they predict, int64 [R].
-            job: the first of the batch, and the only one if it has an adjustment.
+            job: the first of the batch.
             bans: of these rows.
         """
         first_token_id = self.model.first_token_id
-        if job.adjustment is not None:
-            logits = job.adjustment.apply(logits, first_token_id)
         limit = MAX_OFFERED if self.model.tp.size > 1 else None
         return shard_scores(logits, job.scoring, positions, job.round, first_token_id, limit, bans)
 

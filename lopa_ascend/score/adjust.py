@@ -1,7 +1,8 @@
 """Changes to the logits of some tokens that a request asks for: penalties for repetition, and biases.
 
 In parallel filling there is no order in which tokens come. So penalties count what is committed: the prompt and the
-blocks whose keys and values are final. It is the same for all branches, and for all positions of a forward pass.
+blocks whose keys and values are final. It is the same for all branches, and for all positions of a forward pass; but a
+causal pass over drafts counts at each position what is before it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,18 @@ class Adjustment(NamedTuple):
     ids: Tensor
     """Token ids int64 [n], each once."""
     divisor: Tensor
-    """float32 [n]: positive logits are divided by it, negative ones multiplied."""
+    """float32 [R, n], or [1, n] for any number of rows: positive logits are divided by it, negative ones multiplied."""
     bias: Tensor
-    """float32 [n]: what is added then."""
+    """The same: what is added then."""
+
+    def of_rows(self, rows: Tensor) -> Adjustment:
+        """That of some rows.
+
+        Args:
+            rows: int64; beyond the last they count as it.
+        """
+        rows = rows.clamp(max=len(self.bias) - 1)
+        return self._replace(divisor=self.divisor[rows], bias=self.bias[rows])
 
     def apply(self, logits: Tensor, first: int) -> Tensor:
         """The adjusted logits float32 [R, m].
@@ -35,35 +45,38 @@ class Adjustment(NamedTuple):
         """
         x = logits.float()
         is_here = (self.ids >= first) & (self.ids < first + x.shape[1])
-        columns, divisor = self.ids[is_here] - first, self.divisor[is_here]
+        columns, divisor = self.ids[is_here] - first, self.divisor[:, is_here]
         picked = x[:, columns]
-        x[:, columns] = torch.where(picked > 0, picked / divisor, picked * divisor) + self.bias[is_here]
+        x[:, columns] = torch.where(picked > 0, picked / divisor, picked * divisor) + self.bias[:, is_here]
         return x
 
 
 def adjustment_for(
-    params: DecodingParams, prompt: Sequence[int], answer: Sequence[int], device: torch.device
+    params: DecodingParams, prompt: Sequence[int], answers: Sequence[Sequence[int]], device: torch.device
 ) -> Adjustment | None:
     """What a request asks for in its next forward pass; None: nothing.
 
     Args:
         prompt: token ids of the prompt.
-        answer: token ids of the committed part of the answer.
+        answers: for each row, or once for all, token ids of what is known of the answer.
     """
-    counts = Counter(answer)
-    divisors: dict[int, float] = {}
-    biases: dict[int, float] = dict(params.logit_bias)
-    if params.repetition_penalty != 1:
-        divisors = dict.fromkeys((*prompt, *counts), params.repetition_penalty)
-    if params.presence_penalty or params.frequency_penalty:
-        for token, count in counts.items():
-            penalty = params.presence_penalty + count * params.frequency_penalty
-            biases[token] = biases.get(token, 0.0) - penalty
-    ids = sorted(divisors.keys() | biases.keys())
+    repetition, presence, frequency = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    counts = [Counter(answer) for answer in answers]
+    ids = {token for token, _ in params.logit_bias}
+    if presence or frequency or repetition != 1:
+        ids.update(*counts)
+    if repetition != 1:
+        ids.update(prompt)
     if not ids:
         return None
-    return Adjustment(
-        ids=torch.tensor(ids, device=device),
-        divisor=torch.tensor([divisors.get(token, 1.0) for token in ids], device=device),
-        bias=torch.tensor([biases.get(token, 0.0) for token in ids], device=device),
-    )
+    column = {token: number for number, token in enumerate(sorted(ids))}
+    divisor, bias = torch.ones(len(counts), len(column)), torch.zeros(len(counts), len(column))
+    for token, number in params.logit_bias:
+        bias[:, column[token]] = number
+    if repetition != 1:
+        divisor[:, [column[token] for token in {*prompt}]] = repetition
+    for row, counted in enumerate(counts if repetition != 1 or presence or frequency else ()):
+        columns = [column[token] for token in counted]
+        divisor[row, columns] = repetition
+        bias[row, columns] -= torch.tensor([presence + count * frequency for count in counted.values()])
+    return Adjustment(torch.tensor(list(column), device=device), divisor.to(device), bias.to(device))

@@ -16,7 +16,7 @@ Stats = dict[str, Tensor]
 """The statistics of the shards by name, [shards, R] each; ``shards.columns`` explains the names."""
 
 
-def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int) -> tuple[Tensor, Tensor, Tensor]:
+def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int) -> tuple[Tensor, ...]:
     """The predictions of R rows. Each row's result is a function of that row's statistics.
 
     Where a logit is NaN or +inf the confidence is NaN, and the rest has no meaning; for -inf see the head of
@@ -29,7 +29,8 @@ def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int
         round_: number of the forward pass.
 
     Returns:
-        Token ids int64, probabilities float32 and confidences float32, [R] each.
+        Token ids int64, probabilities float32 and confidences float32, [R] each; with ``runner_up`` then token ids and
+        probabilities of what would be chosen without these, the probability 0 where there is nothing.
     """
     names = columns(scoring)
     by_name: Stats = dict(zip(names, stats[..., : len(names)].unbind(-1), strict=True))
@@ -46,7 +47,13 @@ def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int
     chosen = first_argmax(keys)
     probs = scaled(columns_of(logits, chosen)[:, 0], high, scoring.temperature).exp() / total
     confidences = _confidences(chosen, probs, logits, by_name, scoring)
-    return columns_of(ids, chosen)[:, 0], probs, confidences
+    found = columns_of(ids, chosen)[:, 0], probs, confidences
+    if not scoring.runner_up:
+        return found
+    others = logits.scatter(-1, chosen, -math.inf)
+    second = first_argmax(keys.scatter(-1, chosen, -math.inf))
+    second_probs = scaled(columns_of(others, second)[:, 0], high, scoring.temperature).exp() / total
+    return *found, columns_of(ids, second)[:, 0], second_probs
 
 
 def _softmax(stats: Stats, temperature: float) -> tuple[Tensor, Tensor]:

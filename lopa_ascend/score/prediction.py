@@ -11,6 +11,7 @@ A float travels as its bits. A prediction is valid if its confidence is finite.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,18 +24,27 @@ NOT_FINITE = "the model produced logits that are not finite; the request cannot 
 """The error of a request with predictions that are not valid."""
 NUM_COLUMNS = 3
 """Integers of an encoded prediction."""
+NUM_WITH_RUNNER_UP = 5
+"""Integers of one with a runner-up."""
 
 
-def encode(tokens: Tensor, max_probs: Tensor, confidences: Tensor) -> Tensor:
-    """Token ids, probabilities and confidences [n] as int32 [n, 3]."""
-    return torch.stack(float_bits([tokens.int(), max_probs, confidences]), dim=-1)
+def encode(tokens: Tensor, max_probs: Tensor, confidences: Tensor, *runners_up: Tensor) -> Tensor:
+    """Token ids, probabilities and confidences [n] as int32 [n, 3]; token ids and probabilities of runners-up, if there
+    are any, make it [n, 5]."""
+    seconds = [column if column.is_floating_point() else column.int() for column in runners_up]
+    return torch.stack(float_bits([tokens.int(), max_probs, confidences, *seconds]), dim=-1)
 
 
 def decode(encoded: NDArray[np.int32]) -> RowResult | None:
-    """The predictions of int32 [n, 3], as ``encode`` gave them; see ``row_result``."""
-    tokens, *bits = encoded.T
+    """The predictions of int32 [n, 3] or [n, 5], as ``encode`` gave them; see ``row_result``."""
+    tokens, *bits = encoded[:, :NUM_COLUMNS].T
     max_probs, confidences = (np.ascontiguousarray(column).view(np.float32) for column in bits)
-    return row_result(tokens, max_probs, confidences)
+    result = row_result(tokens, max_probs, confidences)
+    if result is None or encoded.shape[1] == NUM_COLUMNS:
+        return result
+    ids, probs = encoded[:, NUM_COLUMNS:].T
+    probabilities = np.ascontiguousarray(probs).view(np.float32)
+    return replace(result, seconds=tuple(zip(ids.tolist(), probabilities.tolist(), strict=True)))
 
 
 def row_result(

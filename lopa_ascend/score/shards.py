@@ -145,7 +145,7 @@ def shard_scores(
 ) -> Tensor:
     """The statistics of one shard, float32 [R, C].
 
-    A shard offers one token, or for top_p, top_k and min_p several.
+    A shard offers one token, with ``runner_up`` two, or for top_p, top_k and min_p several.
 
     Args:
         logits: [R, n] with n >= 1; may be overwritten.
@@ -172,15 +172,20 @@ def shard_scores(
 def _offer_one(
     x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, round_: int, first: int, bans: Bans | None
 ) -> Offer:
-    """Offers the most probable token or, at a temperature, the drawn one: K is 1."""
+    """Offers the most probable token or, at a temperature, the drawn one: K is 1. With ``runner_up`` it is 2."""
     banned = _ban(x, scoring, first, bans)
+    keys = x
     if scoring.temperature:
         ids = torch.arange(first, first + x.shape[-1], device=x.device)
         noise = gumbel_noise(scoring.seed, positions, round_, ids)
-        chosen = first_argmax(noise.add_(scaled(x, high, scoring.temperature)))
-    else:
-        chosen = first_argmax(x)
+        keys = noise.add_(scaled(x, high, scoring.temperature))
+    chosen = first_argmax(keys)
     values = columns_of(x, chosen)
+    offered, offers = chosen, values
+    if scoring.runner_up:
+        second = first_argmax(keys.scatter(-1, chosen, -math.inf))
+        offered = torch.cat([chosen, second], -1)
+        offers = torch.cat([values, columns_of(x, second).masked_fill_(second == chosen, -math.inf)], -1)
     # "other" is the largest logit of all ids but the chosen one; ids that may not be chosen count too.
     x.scatter_(-1, chosen, -math.inf)
     for place, logits in banned:
@@ -189,7 +194,7 @@ def _offer_one(
     # A row without an allowed token offers -inf for the column of a banned one, whose logit must stay.
     x.scatter_(-1, chosen, torch.maximum(columns_of(x, chosen), values))
     emptied = () if bans is None else bans.sets.rows
-    return stats | softmax_sums(x, high, scoring, emptied), values, chosen + first
+    return stats | softmax_sums(x, high, scoring, emptied), offers, offered + first
 
 
 def _offer_best(x: Tensor, high: Tensor, scoring: Scoring, first: int, limit: int | None, bans: Bans | None) -> Offer:

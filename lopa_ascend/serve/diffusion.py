@@ -96,6 +96,12 @@ class DiffusionStep(BaseModel):
     edits: list[EditedPosition] = Field(
         description="Positions that the pass changed although they were filled, where editing_threshold is set."
     )
+    drafted: list[FilledPosition] = Field(
+        description="Tokens that a later pass is to check or, if accepted is a number, that this pass has checked."
+    )
+    accepted: int | None = Field(
+        description="How many of drafted, from the first on, the pass has accepted; null if it has checked none."
+    )
     committed: int = Field(description="Positions from 0 on that no later pass computes.")
     winner: int = Field(description="Index of the winner in branches, which is its rank.")
     branches: list[BranchState] = Field(description="By rank.")

@@ -156,6 +156,9 @@ class Metrics:
             "Positions of answers in the rows of all branches and forward passes; counted when a request ends.",
         )
         self._wins = self._labelled("lopa:branch_wins", 'Forward passes won, by branch: a rank, or "anchor".', "branch")
+        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Forward passes that checked drafted tokens.")
+        self._drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were checked.")
+        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         self._iteration = self._histogram("vllm:iteration_tokens_total", "Tokens that became final in a step.", TOKENS)
         self._forward = self._histogram("lopa:forward_seconds", "Duration of a step of the engine.", SECONDS)
         self._tpf = self._histogram(
@@ -172,7 +175,10 @@ class Metrics:
         labels = self._labels("")
         for reason in FINISH_REASONS:
             self._success.labels(*labels, reason)
-        counters = (self._prompt, self._generated, self._denoising, self._committed, self._canvas)
+        counters = (
+            self._prompt, self._generated, self._denoising, self._committed, self._canvas,
+            self._drafts, self._drafted, self._accepted,
+        )  # fmt: skip
         histograms = (self._iteration, self._forward, self._tpf, self._prompt_sizes, self._answer_sizes)
         for metric in (*counters, *histograms, *self._times.values()):
             metric.labels(*labels)
@@ -194,6 +200,10 @@ class Metrics:
             if update.winner is not None:
                 self._denoising.labels(*labels).inc()
                 self._wins.labels(*labels, str(update.winner or "anchor")).inc()
+            if update.num_drafted:
+                self._drafts.labels(*labels).inc()
+                self._drafted.labels(*labels).inc(update.num_drafted)
+                self._accepted.labels(*labels).inc(update.num_accepted)
 
     def observe_end(self, choices: Sequence[Timeline], reason_if_unfinished: str, engines: Sequence[str]) -> None:
         """Counts the choices of a request that has ended.

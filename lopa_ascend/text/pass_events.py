@@ -90,6 +90,8 @@ class PassEvents:
             "fills": [self._fill(fill) for fill in fills],
             "remasked": remasked,
             "edits": [{**self._fill(edit), "replaced": edit.replaced} for edit in record.edits],
+            "drafted": [self._fill(fill) for fill in record.drafted],
+            "accepted": record.accepted,
             "committed": max(0, record.cache_length + record.committed - len(self._prompt)),
             "winner": winner_rank(record),
             "branches": [self._branch(rank, branch) for rank, branch in enumerate((anchor, *lookaheads))],

@@ -60,8 +60,13 @@ class RowPlan:
     masked: tuple[int, ...]
     """Positions to predict, ascending: those that are masked, and with ``editing_threshold`` the others of the open
     block that are generated."""
-    is_causal: bool = False
-    """Each position sees those up to its own, and predicts the one behind it; so ``masked`` may be ``end`` too."""
+    causal_end: int = 0
+    """Positions before this one see those up to their own; ``entry_ends`` says what the others see."""
+    logit_shift: int | None = None
+    """The logits at position q - logit_shift predict the token at q; with 1 ``masked`` may be ``end`` too. None: as
+    ``ModelProperties`` says."""
+    drafts: bool = False
+    """What it predicts is verified by a later pass. Weights that a model has for drafts alone compute it."""
     stale_end: int = 0
     """If it is larger than ``end``, the queries also see the positions from ``end`` up to this one, by the keys and
     values that an earlier pass has left in the cache."""
@@ -70,6 +75,11 @@ class RowPlan:
     def end(self) -> int:
         """The position after the last one of the row."""
         return self.start + len(self.tokens)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no position sees one behind it."""
+        return self.causal_end >= self.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,8 @@ class SequencePlan:
     """First position that is computed. The keys and values of the positions before it are in the cache: committed, or
     for a strategy that commits nothing those of an earlier pass."""
     num_new: int
-    """Positions from ``start`` on that this pass commits: their keys and values stay in the cache."""
+    """Positions from ``start`` on that this pass commits: their keys and values stay in the cache. A pass that verifies
+    drafts commits what it accepts of them instead (``StepRecord.committed``)."""
     rows: tuple[RowPlan, ...]
     """The branches in evaluation order: lookahead branches by rank, the anchor last."""
     max_rows: int
@@ -91,8 +102,8 @@ class SequencePlan:
     """Queries from position ``prefix_length`` on attend in two parts, which are merged: to the positions before it, and
     to the rest. The first part is what is cached; while the prompt is computed and committed, it is the prompt."""
     fills_all_slots: bool = False
-    """There is one row. Every group computes it, and its keys and values go to every slot: later rows of any slot read
-    them."""
+    """Every group computes the anchor, or a branch, and the anchor's keys and values go to every slot without a row:
+    later rows of any slot read them."""
 
     def piece(self, num_tokens: int) -> SequencePlan:
         """The first ``num_tokens`` positions of a causal pass that commits all that it computes. It predicts nothing,
@@ -118,6 +129,8 @@ class RowResult:
     """Probabilities of those tokens, float32."""
     confidences: tuple[float, ...]
     """Confidences, float32."""
+    seconds: tuple[tuple[int, float], ...] = ()
+    """Only in a row that ``drafts``: the tokens that would be chosen without these, with their probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +189,15 @@ class StepRecord:
     not fit. They were masked again, and are masked still or among ``fills`` and ``forced``."""
     edits: tuple[Edit, ...] = ()
     """What the pass changed of positions that were filled before it."""
+    drafted: tuple[Fill, ...] = ()
+    """Tokens that a later pass is to check, with the probabilities of this pass; if ``accepted`` is a number, the
+    tokens that this pass has checked, with those of the pass that drafted them. In the order of positions."""
+    accepted: int | None = None
+    """How many of ``drafted``, from the first one on, the pass would have written itself: ``fills`` has them, and as a
+    rule its own token behind them. None: it has checked none."""
+    second_was_right: bool = False
+    """The pass has written in the place of the first of ``drafted`` that it refused what was the draft's second
+    choice there."""
 
     def canvas_positions(self, prompt_length: int) -> int:
         """Positions of the answer that all branches have in this pass. Each branch counts as many as the winner has.

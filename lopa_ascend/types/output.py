@@ -91,6 +91,10 @@ class Update(WithTokens):
     """Set if the request asked for a trace."""
     seed: int | None = None
     """Seed of the sampling; None without sampling."""
+    num_drafted: int = 0
+    """Drafted tokens that the step checked."""
+    num_accepted: int = 0
+    """How many of them it accepted."""
     canvas_positions: int = 0
     """Positions of the answer in the rows of all branches and forward passes, on all ranks."""
     continuation_logprobs: tuple[tuple[float, ...], ...] = ()

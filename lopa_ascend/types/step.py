@@ -32,6 +32,8 @@ class Scoring:
     min_p: float = 0.0
     seed: int = 0
     """Seed of the draws."""
+    runner_up: bool = False
+    """Whether a prediction names the token, too, that would be chosen without the chosen one."""
 
     @property
     def truncated(self) -> bool:

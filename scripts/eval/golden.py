@@ -44,6 +44,16 @@ class Forward(msgspec.Struct):
 
     fills: list[tuple[int, ...]]
     """(position, token id), and for an edit the token id that it replaced."""
+    start: int = 0
+    """Position of its first row."""
+    len: int = 0
+    """Rows."""
+
+
+class Draws(msgspec.Struct, frozen=True):
+    """How drafts were accepted."""
+
+    kind: str = "greedy"
 
 
 class Trace(msgspec.Struct):
@@ -59,6 +69,7 @@ class Trace(msgspec.Struct):
     trace: list[Forward]
     mask_token_id: int
     eos_token_id: int | None = None
+    draws: Draws = Draws()
 
 
 class SdarParams(msgspec.Struct, forbid_unknown_fields=True):
@@ -215,8 +226,12 @@ class CausalParams(msgspec.Struct, forbid_unknown_fields=True):
         """The parameters by our names."""
         if self.mode == "ar":
             return {"decoding": "ar"}
-        if self.mode != "block":
-            raise ValueError(f"mode: {self.mode!r} is not decoded")
+        if self.mode == "linear_spec":
+            return {
+                "decoding": "linear_spec",
+                "block_size": self.block_length,
+                "draft_threshold": self.threshold or 0.0,
+            }
         found: dict[str, Any] = {
             "decoding": "causal_blocks",
             "block_size": self.block_length,
@@ -272,6 +287,38 @@ class DiffCoderParams(msgspec.Struct, forbid_unknown_fields=True):
         return {"decoding": "d2f", "block_size": self.block_length, "tau_add": 1.0, "finish_at_eos": False, **pace}
 
 
+class S2d2Params(msgspec.Struct, forbid_unknown_fields=True):
+    """S2D2's beside those of the function that drafts. ``top_p`` has no effect here at temperature 0."""
+
+    do_verify_policy: Literal["mask_span_length", "score_threshold", "score_hysteresis"]
+    token_acceptance_estimator: Literal["soft_entropy_negexp"]
+    do_verify_score_type: Literal["difference_static", "difference_dynamic"] = "difference_dynamic"
+    do_verify_score_threshold: float = 0.0
+    score_penalty_coef: float = 1.0
+    hysteresis_threshold_on: float = 0.0
+    hysteresis_threshold_off: float = 0.0
+    min_ssd_span_length: int = 1
+    cache_ver: bool = False
+    draft_ver: bool = False
+    top_p: float = 0.95
+
+    def decoding(self, drafting: dict[str, Any]) -> dict[str, Any]:
+        """The parameters by our names, with those of the drafts."""
+        if self.cache_ver != self.draft_ver:
+            raise ValueError("cache_ver: goes with draft_ver, expected both or none")
+        found = drafting | {"decoding": "s2d2", "base": drafting["decoding"]}
+        if self.cache_ver:
+            found["window_attention"] = "causal"
+        if self.do_verify_policy == "mask_span_length":
+            return found | {"routing": "run", "routing_run": self.min_ssd_span_length}
+        cost_of = "check" if self.do_verify_score_type == "difference_static" else "confident"
+        found |= {"routing_cost": self.score_penalty_coef, "routing_cost_of": cost_of}
+        if self.do_verify_policy == "score_threshold":
+            return found | {"routing": "score", "routing_on": self.do_verify_score_threshold}
+        on, off = self.hysteresis_threshold_on, self.hysteresis_threshold_off
+        return found | {"routing": "hysteresis", "routing_on": on, "routing_off": off}
+
+
 FAMILIES = {
     "sdar": SdarParams,
     "fastdllm2": FastDllm2Params,
@@ -284,6 +331,8 @@ FAMILIES = {
     "a2d_mdlm": A2dParams,
     "a2d_bd3lm": A2dBlockParams,
     "diffcoder": DiffCoderParams,
+    "sdar_s2d2": SdarParams,
+    "fastdllm2_s2d2": FastDllm2Params,
 }
 """The published parameters of each family that can be compared."""
 
@@ -299,7 +348,10 @@ class Case:
     output: list[int]
     """Token ids of the answer, without the stop id at its end."""
     passes: list[Fills]
-    """The fills of each forward pass that fills."""
+    """The fills of each forward pass that fills; of linear self-speculation without those of blocks that reach beyond
+    ``max_new_tokens``, which end there here."""
+    with_adapter: bool = True
+    """Whether the adapter for drafts is used that the model may have."""
     way: str = ""
     """What the directory of the model must be named, if it decodes in one of two ways."""
 
@@ -313,18 +365,27 @@ class Case:
         trace = msgspec.json.decode(file.read_bytes(), type=Trace)
         if trace.family not in FAMILIES:
             raise ValueError(f"family: unknown value {trace.family!r}, {_one_of(FAMILIES)}")
+        if trace.draws.kind != "greedy":
+            raise ValueError(f"draws: is {trace.draws.kind!r}, expected 'greedy': draws cannot be given to an engine")
         published = FAMILIES[trace.family]
-        names = published.__struct_fields__
+        checked = (S2d2Params,) if trace.family.endswith("_s2d2") else ()
+        names = [name for each in (published, *checked) for name in each.__struct_fields__]
         if unknown := sorted(trace.params.keys() - {*names}):
             raise ValueError(f"params: unknown name {unknown[0]!r}, {_one_of(names)}")
         model = file.parent / trace.model_dir
         if not (model / "config.json").is_file():
             raise ValueError(f"model_dir: {model} has no config.json, expected a model directory")
-        found = msgspec.convert(trace.params, published)
+        found = _taken(published, trace.params)
         decoding = found.decoding(model)
+        for each in checked:
+            decoding = _taken(each, trace.params).decoding(decoding)
         output = trace.output_ids
         if trace.mask_token_id in output:  # after a stop the published code leaves masks
             output = output[: output.index(trace.mask_token_id)]
+        passes, with_adapter = trace.trace, True
+        if isinstance(found, CausalParams) and found.mode == "linear_spec":
+            output, limit = output[: found.max_new_tokens], len(trace.prompt_ids) + found.max_new_tokens
+            passes, with_adapter = [each for each in passes if each.start + each.len <= limit], found.lora
         decoding["max_new_tokens"], end = len(output), None
         decoding["ignore_eos"] = not found.stop_at_eos
         if found.stop_at_eos:
@@ -334,11 +395,11 @@ class Case:
             if decoding.get("finish_at_eos", True) and trace.eos_token_id in output:
                 output = output[: output.index(trace.eos_token_id)]
                 end = len(trace.prompt_ids) + len(output)
-        passes = [sorted(forward.fills) for forward in trace.trace if forward.fills]
-        while end is not None and passes[-1][0][0] > end:  # the published code goes on behind an EOS
-            passes.pop()
-        way = trace.family.partition("_")[2]
-        return cls(file.parent.name, model, trace.prompt_ids, DecodingParams(**decoding), output, passes, way)
+        fills = [sorted(forward.fills) for forward in passes if forward.fills]
+        while end is not None and fills[-1][0][0] > end:  # the published code goes on behind an EOS
+            fills.pop()
+        way, params = trace.family.partition("_")[2], DecodingParams(**decoding)
+        return cls(file.parent.name, model, trace.prompt_ids, params, output, fills, with_adapter, way)
 
     def run(self, llm: LLM) -> str | None:
         """What differs first; None if nothing does."""
@@ -349,6 +410,8 @@ class Case:
         """The first fills that differ; else the first token."""
         assert found.trace is not None
         ours = [changes for record in found.trace if (changes := _changes(record))]
+        if self.params.decoding == "linear_spec":
+            ours = ours[: len(self.passes)]
         for number, (mine, theirs) in enumerate(zip_longest(ours, self.passes)):
             if mine != theirs:
                 return f"pass {number} that fills: {mine or 'none'}, recorded {theirs or 'none'}"
@@ -364,6 +427,11 @@ def _changes(record: StepRecord) -> Fills:
     return sorted([*fills, *((edit.position, edit.token, edit.replaced) for edit in record.edits)])
 
 
+def _taken(struct: Any, params: Mapping[str, Any]) -> Any:
+    """A struct of those parameters that it has."""
+    return msgspec.convert({name: params[name] for name in struct.__struct_fields__ if name in params}, struct)
+
+
 def _one_of(names: Any) -> str:
     return f"expected one of {', '.join(names)}"
 
@@ -377,13 +445,16 @@ def outcomes(folder: Path) -> Iterator[tuple[str, str | None]]:
         except (ValueError, OSError) as error:
             yield file.parent.name, f"{file}: {error}"
 
-    def key(case: Case) -> tuple[str, str]:
-        return str(case.model.resolve()), case.way
+    def key(case: Case) -> tuple[str, str, bool]:
+        return str(case.model.resolve()), case.way, case.with_adapter
 
-    for (model, way), group in groupby(sorted(cases, key=key), key):
+    for (model, way, with_adapter), group in groupby(sorted(cases, key=key), key):
         with TemporaryDirectory() as temporary:
             named = Path(temporary) / (way or "model")
-            named.symlink_to(model)
+            named.mkdir()
+            for file in Path(model).iterdir():
+                if with_adapter or file.is_file():
+                    named.joinpath(file.name).symlink_to(file)
             yield from _outcomes_of(named, list(group))
 
 

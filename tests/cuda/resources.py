@@ -83,8 +83,8 @@ def step(ops: CudaOps, sizes: tuple[int, int, int, int, int, int]) -> None:
     ops.kv_write(k, v, cache[0], cache[1], slots)
     ops.kv_write(k, v, cache[0], cache[1], slots.long(), slots.long())
     tables = torch.zeros(2, 8, dtype=torch.int32)
-    for lengths in ((32, 32), (40, 24)):
-        ops.attention(q, cache[0], cache[1], Entries(lengths, (512, 544), tables, (0, 0), (0,)))
+    for lengths, causal in (((32, 32), ()), ((32, 32), (True, True)), ((40, 24), (False, True))):
+        ops.attention(q, cache[0], cache[1], Entries(lengths, (512, 544), tables, (0, 0), (0,), causal=causal))
     for confidence in ("max_prob", "margin", "neg_entropy"):
         ops.row_stats(empty(TOKENS, vocabulary), empty(vocabulary).float(), confidence)
 

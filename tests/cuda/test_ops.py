@@ -19,7 +19,7 @@ from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.parallel.collectives import ALONE
 from lopa_ascend.score.greedy import GreedyScore
 from tests.tiers import examples
-from tests.torch.paging import paged_step, randn
+from tests.torch.paging import causal_pieces, paged_step, randn
 
 OPS = CudaOps(torch.device("cpu"))
 BOUND = {torch.float32: 4e-6, torch.bfloat16: 2**-6}
@@ -168,6 +168,7 @@ def step_shapes(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], tuple[int,
     st.integers(1, 7),
     st.sampled_from([8, 48]),
     st.sampled_from(list(ATTENTION_BOUND)),
+    st.lists(st.booleans(), min_size=3, max_size=3),
 )
 def test_attention(
     seed: int,
@@ -176,10 +177,13 @@ def test_attention(
     group: int,
     dim: int,
     dtype: torch.dtype,
+    causal: list[bool],
 ) -> None:
     """It looks at no position that an entry does not see: those are NaN."""
     shapes, prefixes = step
     entries, k_cache, v_cache = paged_step(shapes, prefixes, kv_heads, dim, dtype)
+    spans = zip(entries.lengths, entries.kv_lengths, causal, strict=False)
+    entries = replace(entries, causal=tuple(is_causal and length <= keys for length, keys, is_causal in spans))
     q = randn(sum(entries.lengths), kv_heads * group, dim, seed=seed).to(dtype)
     got = OPS.attention(q, k_cache, v_cache, entries)
     expected = definition.attention(q, k_cache, v_cache, entries)
@@ -190,12 +194,26 @@ def test_attention(
 
 def test_an_entry_does_not_depend_on_the_others() -> None:
     entries, k_cache, v_cache = paged_step([(0, 9, 33), (0, 70, 100), (1, 3, 7)], (130, 0), 2, 16, torch.float16)
+    entries = replace(entries, causal=(False, True, True))
     q = randn(sum(entries.lengths), 6, 16).half()
     together = OPS.attention(q, k_cache, v_cache, entries).split(entries.lengths)
     for index, (rows, out) in enumerate(zip(q.split(entries.lengths), together, strict=True)):
         one = slice(index, index + 1)
-        alone = Entries(entries.lengths[one], entries.kv_lengths[one], entries.page_tables[one], (0,), (0,))
+        shape = entries.lengths[one], entries.kv_lengths[one], entries.page_tables[one]
+        alone = Entries(*shape, (0,), (0,), causal=entries.causal[one])
         assert torch.equal(OPS.attention(rows, k_cache, v_cache, alone), out)
+
+
+@pytest.mark.parametrize("dtype", list(ATTENTION_BOUND))
+def test_a_causal_span_has_the_same_bits_however_it_is_cut(dtype: torch.dtype) -> None:
+    entries, k_cache, v_cache = paged_step([(0, 150, 290)], (0,), 2, 16, dtype)
+    q = randn(150, 6, 16).to(dtype)
+    whole, cut, single = (
+        OPS.attention(q, k_cache, v_cache, causal_pieces(140, 290, cuts, entries.page_tables))
+        for cuts in ((), (150, 151, 200, 280), range(290))
+    )
+    assert torch.equal(whole, cut)
+    assert torch.equal(whole, single)
 
 
 def test_kv_lengths_may_lie_on_the_device() -> None:

@@ -33,6 +33,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"num_branches": 3, "block_size": 4},
     ],
     "fast_dllm_v2": [{"decoding": "fast_dllm_v2"}, {"base": "fast_dllm_v2", "temperature": 1.0, "seed": 1}],
+    "pangu": [
+        {"decoding": "ar"},
+        {"decoding": "causal_blocks", "tau_conf": 0.3},
+        {"base": "causal_blocks", "tau_conf": 0.3, "temperature": 1.0, "seed": 1},
+    ],
 }
 """By model: decodings."""
 
@@ -47,6 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "dream": write_dream(folder / "dream", eos_token_id=end),
         "sdar": write_dream(folder / "sdar", eos_token_id=end, **sdar),
         "fast_dllm_v2": write_dream(folder / "v2", eos_token_id=end, model_type="Fast_dLLM_Qwen", bd_size=32),
+        "pangu": write_dream(folder / "pangu", eos_token_id=end, model_type="PanguEmbedded"),
     }
     tensors = load_file(found["sdar"] / "model.safetensors")
     for layer in range(2):
@@ -54,7 +60,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             key = f"model.layers.{layer}.self_attn.{name}.weight"
             tensors[key] = tensors["model.norm.weight"][:8].clone()
     save_file(tensors, found["sdar"] / "model.safetensors")
-    for name in ("dream", "sdar", "fast_dllm_v2"):
+    tensors = load_file(found["pangu"] / "model.safetensors")
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.self_attn.o_proj.bias"] = tensors["model.norm.weight"] - 1
+    save_file(tensors, found["pangu"] / "model.safetensors")
+    for name in ("dream", "sdar", "fast_dllm_v2", "pangu"):
         write_tokenizer(found[name])
     return found
 
@@ -71,6 +81,22 @@ def tokenizer(model: Path) -> Tokenizer:
     found = load_tokenizer(model, 2**18)
     assert found is not None
     return found
+
+
+def test_linear_speculation_is_ar_under_a_grammar(models: dict[str, Path]):
+    model = models["pangu"]
+    prompt = tokenizer(model).encode("what is 3 and 4?")
+    for options in ({}, {"temperature": 0.7, "seed": 3}, {"repetition_penalty": 1.2}):
+        answers, forwards = [], []
+        for decoding in ("ar", "linear_spec"):
+            fixed = {"decoding": decoding, "max_new_tokens": 80, "block_size": 16, **options}
+            asked = [(prompt, DecodingParams(**fixed, structured_outputs=form)) for form in FORMS[::25]]
+            outputs = run(engine(model), asked)
+            answers.append([(output.token_ids, output.max_probs, output.finish_reason) for output in outputs])
+            forwards.append(sum(output.num_forwards for output in outputs))
+            accepted = [record.accepted for output in outputs for record in output.trace or () if record.accepted]
+        assert answers[0] == answers[1]
+        assert accepted
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,10 +117,11 @@ def test_answers_keep_to_the_grammar(models: dict[str, Path], name: str, part: i
     assert cut <= max(1, 0.02 * len(CASES[name]) * len(FORMS[part::PARTS]))
 
 
-@pytest.mark.parametrize("name", ["dream", "sdar"])
+@pytest.mark.parametrize("name", ["dream", "sdar", "pangu"])
 def test_neighbours_without_a_grammar_keep_their_tokens(models: dict[str, Path], name: str):
     prompt = tokenizer(models[name]).encode("the answer and")
     options: dict[str, Any] = {"max_new_tokens": 40, "block_size": 4 if name == "sdar" else 8, "num_branches": 3}
+    options |= {"base": "causal_blocks"} if name == "pangu" else {}
     free = (prompt, DecodingParams.of(**options))
     bound = (prompt, DecodingParams.of(**options, structured_outputs={"regex": "[a-z]{20,30}"}))
     [alone] = run(engine(models[name]), [free])

@@ -44,12 +44,21 @@ TWO_ENTRIES: dict[str, Any] = {
     "input_layout": "TND",
     "block_size": PAGE_SIZE,
 }
+CAUSAL = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 BSH: dict[str, Any] = {"input_layout": "BSH", "query": zeros(2, 20, 14 * 128), "actual_seq_lengths": [20, 20]}
 SMALL_HEADS = {"query": zeros(40, 14, 8), "key": zeros(5, PAGE_SIZE, 16), "value": zeros(5, PAGE_SIZE, 16)}
 FLOATS = {name: TWO_ENTRIES[name].float() for name in ("query", "key", "value")}
 ATTENTION: Calls = {
-    "a mask": ("knows no atten_mask", {"atten_mask": torch.zeros(1, 40, 384, dtype=torch.bool)}),
-    "a sparse mode": ("knows no sparse_mode", {"sparse_mode": 3}),
+    "a mask": ("no mask with sparse_mode 0", {"atten_mask": torch.zeros(1, 40, 384, dtype=torch.bool)}),
+    "another sparse mode": ("sparse_mode 0, and 3", {"sparse_mode": 2, "atten_mask": CAUSAL}),
+    "a causal call without a mask": ("3 with a mask", {"sparse_mode": 3}),
+    "a causal mask of another size": (r"\[2048, 2048\]", {"sparse_mode": 3, "atten_mask": CAUSAL[:40, :384]}),
+    "a causal mask in float": ("bool, int8", {"sparse_mode": 3, "atten_mask": CAUSAL.float()}),
+    "a mask of what is before": ("hides what is behind", {"sparse_mode": 3, "atten_mask": ~CAUSAL}),
+    "a causal entry of more queries than keys": (
+        "no more queries than keys",
+        {"sparse_mode": 3, "atten_mask": CAUSAL, "actual_seq_lengths_kv": [300, 7]},
+    ),
     "unpaged keys": ("paged keys alone", {"block_table": None}),
     "no kv lengths": ("need actual_seq_lengths_kv", {"actual_seq_lengths_kv": None}),
     "no query lengths": ("both length lists", {"actual_seq_lengths": None}),

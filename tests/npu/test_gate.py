@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,15 @@ from tests.tiny import write_dream
 
 pytestmark = pytest.mark.npu
 SHAPE = AttentionShape(queries=32, heads=4, kv_heads=2, head_dim=128, dtype=torch.bfloat16, max_keys=1300)
+CAUSAL = replace(SHAPE, is_causal=True)
 LAYOUTS = ("TND", "TND16", "BSH")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_device_that_computes_rightly_keeps_its_layout(layout: str) -> None:
+@pytest.mark.parametrize("shape", [SHAPE, CAUSAL, replace(CAUSAL, queries=1, max_keys=40)])
+def test_a_device_that_computes_rightly_keeps_its_layout(shape: AttentionShape, layout: str) -> None:
     ops = NpuOps(attention_layout=layout)
-    assert right_ops(ops, SHAPE, captures=True) is ops
+    assert right_ops(ops, shape, captures=True) is ops
 
 
 def test_graphs_are_captured_and_replayed_in_inference_mode_and_outside_it() -> None:
@@ -99,6 +102,32 @@ def test_where_tnd_is_refused_bsh_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(attention, "query_spans", at_most_16)
     assert right_ops(NpuOps(), SHAPE, captures=False).attention_layout == "BSH"
+
+
+def test_where_tnd_refuses_as_many_queries_as_keys_a_causal_model_takes_bsh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its documents have it."""
+    check, spans_of, layouts = attention.check_mask, attention.query_spans, [""]
+
+    def noted(query: Tensor, lengths: Sequence[int] | None, layout: str, heads: int) -> list[Tensor]:
+        layouts[0] = layout
+        return spans_of(query, lengths, layout, heads)
+
+    def with_fewer(mask: Tensor | None, mode: int, spans: Sequence[Tensor], kv_lengths: Sequence[int]) -> bool:
+        fewer = all(len(span) < length for span, length in zip(spans, kv_lengths, strict=True))
+        require(fewer or mode == 0 or layouts[0] == "BSH", "561002: fewer queries than keys")
+        return check(mask, mode, spans, kv_lengths)
+
+    monkeypatch.setattr(attention, "query_spans", noted)
+    monkeypatch.setattr(attention, "check_mask", with_fewer)
+    assert right_ops(NpuOps(), SHAPE, captures=True).attention_layout == "TND"
+    assert right_ops(NpuOps(), CAUSAL, captures=True).attention_layout == "BSH"
+
+
+def test_where_causal_attention_is_wrong_causal_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "attend_causally", attend)
+    assert right_ops(NpuOps(), SHAPE, captures=True).attention_layout == "TND"
+    with pytest.raises(WrongKernelError, match="is wrong in a single call of causal entries"):
+        right_ops(NpuOps(), CAUSAL, captures=True)
 
 
 def test_where_no_layout_is_right_the_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

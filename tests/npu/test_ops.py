@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lopa_ascend.backend.cpu import definition
 from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Entries, Experts
 from lopa_ascend.backend.npu.ops import NpuOps
@@ -178,10 +179,11 @@ def attention_case(
     kv_heads: int,
     dim: int,
     dtype: torch.dtype,
+    pages: int = 0,
 ) -> tuple[Tensor, Tensor, Entries]:
-    """(q, caches [2, N, 128, K, D], entries), on the CPU."""
+    """(q, caches [2, N, 128, K, D], entries), on the CPU; N is at least ``pages``."""
     torch.manual_seed(seed)
-    entries, num_pages = paged_entries(lengths, kv_lengths)
+    entries, num_pages = paged_entries(lengths, kv_lengths, pages)
     q = randn(seed, sum(lengths), heads, dim, dtype=dtype)
     return q, randn(seed + 1, 2, num_pages, PAGE_SIZE, kv_heads, dim, dtype=dtype), entries
 
@@ -194,7 +196,7 @@ def assert_attends(ops: NpuOps, q: Tensor, caches: Tensor, entries: Entries) -> 
     with host_traffic() as traffic:
         out = ops.attention(query, k_cache, v_cache, on_npu)
     assert not traffic.stalls
-    expected = CPU.attention(q, caches[0], caches[1], replace(entries, page_tables=entries.page_tables.long()))
+    expected = definition.attention(q, caches[0], caches[1], entries)
     assert_same(out, expected)
 
 
@@ -208,16 +210,19 @@ def test_queries_can_be_a_part_of_a_packed_projection(layout: str) -> None:
 @settings(max_examples=40)
 @given(
     seeds,
-    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 300)), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 300), st.booleans()), min_size=1, max_size=6),
     st.sampled_from([(2, 2), (4, 2), (7, 1), (6, 3)]),
     st.sampled_from([8, 64, 128]),
     dtypes,
 )
 def test_attention_over_any_entries(
-    seed: int, spans: list[tuple[int, int]], heads: tuple[int, int], dim: int, dtype: torch.dtype
+    seed: int, spans: list[tuple[int, int, bool]], heads: tuple[int, int], dim: int, dtype: torch.dtype
 ) -> None:
-    lengths, kv_lengths = zip(*spans, strict=True)
-    case = attention_case(seed, lengths, kv_lengths, *heads, dim, dtype)
+    """Causal ones, which see at least themselves, among others."""
+    lengths, kv_lengths, causal = zip(*spans, strict=True)
+    kv_lengths = tuple(max(keys, length * is_causal) for length, keys, is_causal in spans)
+    q, caches, entries = attention_case(seed, lengths, kv_lengths, *heads, dim, dtype)
+    case = q, caches, replace(entries, causal=causal)
     for layout in ATTENTION_LAYOUTS:
         with numeric():
             assert_attends(NpuOps(attention_layout=layout), *case)
@@ -229,6 +234,19 @@ def test_attention_at_the_shapes_of_dream_7b(layout: str) -> None:
     lengths = [150, *[32] * 6, 1]
     kv_lengths = [150, 160, 192, 160, 545, 577, 640, 33]
     assert_attends(NpuOps(attention_layout=layout), *attention_case(0, lengths, kv_lengths, 28, 4, 128, torch.bfloat16))
+
+
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
+def test_causal_attention_at_the_shapes_of_pangu_7b(layout: str) -> None:
+    """A prompt in pieces by pages, its last piece, a commit, single tokens, a block that is filled: in strict mode."""
+    lengths = (128, 128, 44, 32, 1, 1, 32)
+    kv_lengths = (128, 256, 300, 300, 65, 129, 545)
+    q, caches, entries = attention_case(0, lengths, kv_lengths, 32, 8, 128, torch.bfloat16, pages=125)
+    causal = (True,) * 6 + (False,)
+    with host_traffic() as traffic:
+        assert_attends(NpuOps(attention_layout=layout), q, caches, replace(entries, causal=causal))
+    # In TND one kernel for those with the mask, single tokens among them, and one for the others.
+    assert traffic.launches.count("npu::npu_fused_infer_attention_score") == (5 if layout == "BSH" else 2)
 
 
 @pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)

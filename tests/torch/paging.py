@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -55,3 +56,19 @@ def paged_step(
     sequences, lengths = tuple(shape[0] for shape in shapes), tuple(shape[1] for shape in shapes)
     kv_lengths = tuple(prefixes[sequence] + own for sequence, _, own in shapes)
     return Entries(lengths, kv_lengths, page_tables, sequences, prefixes), caches[0], caches[1]
+
+
+def causal_pieces(begin: int, end: int, cuts: Sequence[int], table: Tensor) -> Entries:
+    """The positions [begin, end) of one sequence as causal entries, cut at the pages' ends and at ``cuts``."""
+    pages = range(begin // PAGE_SIZE * PAGE_SIZE, end, PAGE_SIZE)
+    ends = sorted({begin, end, *(cut for cut in (*cuts, *pages) if begin < cut < end)})
+    spans = list(pairwise(ends))
+    prefixes = tuple(first // PAGE_SIZE * PAGE_SIZE for first, _ in spans)
+    return Entries(
+        lengths=tuple(last - first for first, last in spans),
+        kv_lengths=tuple(last for _, last in spans),
+        page_tables=table.expand(len(spans), -1),
+        prefix_groups=tuple(range(len(spans))),
+        prefixes=prefixes,
+        causal=(True,) * len(spans),
+    )

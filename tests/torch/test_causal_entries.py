@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from lopa_ascend.backend.cpu import definition
 from lopa_ascend.backend.cpu.ops import CpuOps
@@ -18,7 +16,7 @@ from lopa_ascend.backend.interface import Entries
 from lopa_ascend.kv.pages import PAGE_SIZE
 from tests.tiers import examples
 from tests.torch.native import native_ops
-from tests.torch.paging import paged_step, randn
+from tests.torch.paging import causal_pieces, paged_step, randn
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
@@ -26,22 +24,6 @@ BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 @pytest.fixture(params=["torch", "native"])
 def ops(request: pytest.FixtureRequest) -> Any:
     return CpuOps() if request.param == "torch" else native_ops()
-
-
-def pieces(begin: int, end: int, cuts: list[int], table: Tensor) -> Entries:
-    """The positions [begin, end) of one sequence as causal entries, cut at the pages' ends and at ``cuts``."""
-    pages = range(begin // PAGE_SIZE * PAGE_SIZE, end, PAGE_SIZE)
-    ends = sorted({begin, end, *(cut for cut in (*cuts, *pages) if begin < cut < end)})
-    spans = list(pairwise(ends))
-    prefixes = tuple(first // PAGE_SIZE * PAGE_SIZE for first, _ in spans)
-    return Entries(
-        lengths=tuple(last - first for first, last in spans),
-        kv_lengths=tuple(last for _, last in spans),
-        page_tables=table.expand(len(spans), -1),
-        prefix_groups=tuple(range(len(spans))),
-        prefixes=prefixes,
-        causal=(True,) * len(spans),
-    )
 
 
 @settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -66,10 +48,10 @@ def test_a_query_sees_what_is_before_it_however_its_span_is_cut(
         page_tables=table.expand(length, -1), prefix_groups=(0,) * length,
     )  # fmt: skip
     expected = definition.attention(q, k_cache, v_cache, alone)
-    whole = ops.attention(q, k_cache, v_cache, pieces(begin, end, [], table))
+    whole = ops.attention(q, k_cache, v_cache, causal_pieces(begin, end, [], table))
     scale = v_cache.float().nan_to_num().abs().max()
     assert (whole.float() - expected.float()).abs().max() <= BOUND[dtype] * scale
-    cut = pieces(begin, end, cuts, table)
+    cut = causal_pieces(begin, end, cuts, table)
     assert torch.equal(ops.attention(q, k_cache, v_cache, cut), whole)
     assert torch.equal(ops.attention(q, k_cache, v_cache, cut.divided(16)), whole)
     defined = definition.attention(q, k_cache, v_cache, replace(entries, causal=(True,)))

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -24,7 +26,7 @@ from lopa_ascend.checkpoint import CheckpointError
 from lopa_ascend.checkpoint.write import write_checkpoint, write_int8
 from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.families import FAMILIES, read_config
-from lopa_ascend.families.registry import family_of_checkpoint
+from lopa_ascend.families.registry import family_of, family_of_checkpoint
 from lopa_ascend.families.table import Shard
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 from lopa_ascend.model.base import ForwardInputs
@@ -35,7 +37,12 @@ from scripts.eval import make_checkpoint
 from tests import llada2_reference, rounding
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
-MODEL_TYPES = ("sdar", "Fast_dLLM_Qwen", "DreamReasoner", "llada", "llada2_moe")
+MODEL_TYPES = (
+    *("sdar", "Fast_dLLM_Qwen", "DreamReasoner", "llada", "llada2_moe", "nemotron_labs_diffusion", "PanguEmbedded"),
+    *("orthrus", "a2d-qwen3-bd3lm", "a2d-qwen2-mdlm", "stable_diffcoder"),
+)
+LLAMAS = ("llada", "nemotron_labs_diffusion", "PanguEmbedded", "stable_diffcoder")
+QWEN2S = ("Fast_dLLM_Qwen", "a2d-qwen2-mdlm")
 INT8_BOUND = 0.06
 """Of the largest logit: what int8 weights and activations may change in these small models."""
 pytest.importorskip("transformers.models.qwen3")
@@ -63,31 +70,54 @@ def model_of(path: Path, tp: Group = ALONE, **options: Any) -> Decoder:
     return Decoder(family, *checkpoint.load(found, shard=Shard(tp.rank, tp.size), **options), CpuOps(), tp)
 
 
-def logits_of(model: Decoder, tokens: list[int], block: int | None = None) -> Tensor:
-    """A forward pass over a whole text, block-causal or full: [tokens, this rank's part of the vocabulary].
+def logits_of(model: Decoder, tokens: list[int], block: int | None = None, begins_at: int = 0) -> Tensor:
+    """A forward pass over a whole text, causal, block-causal or full: [tokens, this rank's part of the vocabulary].
 
-    ``block``: the length of blocks; None: that of the model.
+    Args:
+        block: the length of blocks; None: that of the model.
+        begins_at: where a block begins.
     """
-    c, length, at = model.config, len(tokens), torch.arange(len(tokens))
-    size = block or c.block_size or length
-    begins = range(0, length, size)
-    ends = tuple(min(begin + size, length) for begin in begins)
-    tables = torch.arange(pages_for(length), dtype=torch.int32).expand(len(ends), -1)
-    entries = Entries(tuple(map(int.__sub__, ends, begins)), ends, tables, (0,) * len(ends), (0,))
-    shape = (2, c.num_layers, tables.shape[1], PAGE_SIZE, c.local_kv_heads(model.tp.size), c.head_dim)
-    caches = torch.full(shape, torch.nan)
-    inputs = ForwardInputs(torch.tensor(tokens), at, at, None, entries, None)
-    return model.logits(model.forward(inputs, *map(list, caches)))
+    size = block or model.config.block_size or len(tokens)
+    if is_causal := model.properties.is_causal:
+        size = PAGE_SIZE
+    return Passes(model, len(tokens)).logits(tokens, 0, size, begins_at % size, is_causal=is_causal)
 
 
-def logits_on_two_ranks(path: Path, tokens: list[int], block: int | None = None, **options: Any) -> Tensor:
-    barrier, parts = Barrier(2), [torch.empty(0)] * 2
+class Passes:
+    """Forward passes of one sequence, which share a cache of ``length`` positions."""
+
+    def __init__(self, model: Decoder, length: int) -> None:
+        c, self.model = model.config, model
+        self.table = torch.arange(pages_for(length), dtype=torch.int32)
+        shape = (2, c.num_layers, len(self.table), PAGE_SIZE, c.local_kv_heads(model.tp.size), c.head_dim)
+        self.caches = torch.full(shape, torch.nan)
+
+    def logits(self, tokens: list[int], start: int, size: int, phase: int = 0, *, is_causal: bool = False) -> Tensor:
+        """Of tokens from position ``start`` on, in blocks of ``size``."""
+        end = start + len(tokens)
+        cuts = sorted({start, *(at for at in range(phase, end, size) if at > start), end})
+        lengths = tuple(last - first for first, last in pairwise(cuts))
+        prefixes = tuple(first // PAGE_SIZE * PAGE_SIZE * is_causal for first in cuts[:-1])
+        tables, groups = self.table.expand(len(lengths), -1), tuple(range(len(lengths)))
+        entries = Entries(lengths, tuple(cuts[1:]), tables, groups, prefixes, causal=(is_causal,) * len(lengths))
+        at = torch.arange(start, end)
+        inputs = ForwardInputs(torch.tensor(tokens), at, at, None, entries, None)
+        return self.model.logits(self.model.forward(inputs, *map(list, self.caches)))
+
+
+def on_ranks(path: Path, size: int, compute: Callable[[Decoder], Tensor], **options: Any) -> Tensor:
+    """The logits that ``size`` ranks compute, each with its part of the vocabulary."""
+    barrier, parts = Barrier(size), [torch.empty(0)] * size
 
     def run(rank: int) -> Tensor:
-        return logits_of(model_of(path, Threads(rank, 2, barrier=barrier, parts=parts), **options), tokens, block)
+        return compute(model_of(path, Threads(rank, size, barrier=barrier, parts=parts), **options))
 
-    with ThreadPoolExecutor(2) as ranks:
-        return torch.cat(list(ranks.map(run, range(2))), 1)
+    with ThreadPoolExecutor(size) as ranks:
+        return torch.cat(list(ranks.map(run, range(size))), 1)
+
+
+def logits_on_two_ranks(path: Path, tokens: list[int], **options: Any) -> Tensor:
+    return on_ranks(path, 2, lambda model: logits_of(model, tokens), **options)
 
 
 def assert_near(found: Tensor, expected: Tensor, bound: float) -> None:
@@ -97,22 +127,66 @@ def assert_near(found: Tensor, expected: Tensor, bound: float) -> None:
 # ---- the published code ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "model", [f"{name}/model_{x}" for name in ("sdar", "fastdllm2", "llada", "llada2") for x in "ab"]
-)
-def test_golden_forward_passes(model: str) -> None:
-    golden = json.loads((GOLDEN / model / "forward.json").read_text())
-    blocks = re.search(r"blocks of (\d+)", golden["attention"])
-    size = int(blocks[1]) if blocks else None
-    ours = model_of(GOLDEN / model)
-    bound = rounding.forward_bound(ours.config, len(golden["input_ids"]))
-    logits = logits_of(ours, golden["input_ids"], size)
+FORWARDS = {
+    "forward": ("sdar", "fastdllm2", "llada", "llada2", "a2d-mdlm", "diffcoder"),
+    "forward_bd3lm": ("a2d-bd3lm",),
+}
+
+
+@pytest.mark.parametrize("which", "ab")
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file, names in FORWARDS.items() for name in names])
+def test_golden_forward_passes(file: str, name: str, which: str, tmp_path: Path) -> None:
+    folder, _, way = name.partition("-")
+    path = tmp_path / (way or "model")
+    path.symlink_to(GOLDEN / folder / f"model_{which}")
+    golden = json.loads((path / f"{file}.json").read_text())
+    tokens = golden["input_ids"]
+    size, begins_at = (
+        int(found[1]) if (found := re.search(words, golden["attention"])) else 0
+        for words in (r"blocks of (\d+)", r"begins at position (\d+)")
+    )
+
+    def compute(model: Decoder) -> Tensor:
+        return logits_of(model, tokens, size or None, begins_at)
+
+    ours = model_of(path)
+    bound = rounding.forward_bound(ours.config, len(tokens))
+    logits = compute(ours)
     for row, expected in golden["logits"].items():
         assert_near(logits[int(row)], torch.tensor(expected), bound)
     assert logits.argmax(-1).tolist() == golden["argmax"]
-    on_ranks = logits_on_two_ranks(GOLDEN / model, golden["input_ids"], size)
-    assert on_ranks.argmax(-1).tolist() == golden["argmax"]
-    assert_near(on_ranks, logits, bound)
+    for ranks in ours.config.tensor_parallel_sizes()[1:2]:
+        split = on_ranks(path, ranks, compute)
+        assert split.argmax(-1).tolist() == golden["argmax"]
+        assert_near(split, logits, bound)
+
+
+@pytest.mark.parametrize("which", "ab")
+@pytest.mark.parametrize("name", ["nemotron", "pangu", "orthrus"])
+def test_golden_forward_passes_of_causal_models(name: str, which: str) -> None:
+    """A causal pass, and a block over the keys and values of its beginning. Orthrus drafts with other weights there."""
+    path = GOLDEN / name / f"model_{which}"
+    golden = json.loads((path / "forward.json").read_text())
+    tokens, block, prefix = golden["input_ids"], golden["block_ids"], golden["prefix"]
+    views = ("causal", "block") if name != "orthrus" else ("causal",)
+
+    def compute(model: Decoder) -> Tensor:
+        passes = Passes(model, len(tokens))
+        causal = passes.logits(tokens, 0, PAGE_SIZE, is_causal=True)
+        return torch.cat([causal, passes.logits(block, prefix, len(tokens))]) if "block" in views else causal
+
+    ours = model_of(path)
+    bound = rounding.forward_bound(ours.config, len(tokens))
+    logits = compute(ours)
+    for view, first in zip(views, (0, len(tokens)), strict=False):
+        for row, expected in golden["logits"][view].items():
+            assert_near(logits[first + int(row)], torch.tensor(expected), bound)
+        argmax = golden["argmax"][view]
+        assert logits[first : first + len(argmax)].argmax(-1).tolist() == argmax
+    for ranks in ours.config.tensor_parallel_sizes()[1:2]:
+        split = on_ranks(path, ranks, compute)
+        assert split.argmax(-1).tolist() == logits.argmax(-1).tolist()
+        assert_near(split, logits, bound)
 
 
 # ---- transformers ----------------------------------------------------------------------------------------------------
@@ -136,17 +210,19 @@ def write_random(path: Path, name: str, seed: int, scale: float = 0.3) -> Path:
         "rope_theta": rng.choice([1e4, 1e6]),
         "rms_norm_eps": rng.choice([1e-6, 1e-3]),
         "tie_word_embeddings": rng.random() < 0.5,
-        "attention_bias": name == "Fast_dLLM_Qwen" or rng.random() < 0.5,
+        "attention_bias": name in (*QWEN2S, "PanguEmbedded") or rng.random() < 0.5,
         "mask_token_id": vocab - 1,
-        family.names.get("block_size", "block_size"): rng.choice([1, 4, 7, 32]),
+        "block_size": rng.choice([1, 4, 7, 32]),
         "torch_dtype": "float32",
+        "_name_or_path": name,
     }
+    if name in ("nemotron_labs_diffusion", "stable_diffcoder"):
+        config |= {"attention_bias": False, "architectures": ["StableDiffcoderForCausalLM"]}
+    heads, unknown = config["num_attention_heads"], ("attention_bias", "block_size", "head_dim")
+    config = {family.names.get(key, key): x for key, x in config.items() if name != "llada" or key not in unknown}
     if name == "llada":  # whose heads have the hidden size together
-        for field in ("attention_bias", "block_size", "head_dim"):
-            del config[field]
-        heads, own = config["num_attention_heads"], {"block_type": "llama", "layer_norm_type": "rms", "rope": True}
-        config = {family.names.get(key, key): value for key, value in config.items()}
-        config |= {**own, "activation_type": "silu", "d_model": heads * rng.choice([8, 24]), "vocab_size": vocab}
+        config |= {"block_type": "llama", "layer_norm_type": "rms", "rope": True, "activation_type": "silu"}
+        config |= {"d_model": heads * rng.choice([8, 24]), "vocab_size": vocab}
     if name == "llada2_moe":
         groups, kept = rng.choice([(1, 1), (2, 1), (3, 2)])
         config["num_experts"] = groups * rng.choice([2, 5])
@@ -168,20 +244,22 @@ def reference(path: Path, tokens: list[int]) -> Tensor:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     values, tensors = json.loads((path / "config.json").read_text()), read(path)
-    kind = values.pop("model_type")
-    block = values.pop("bd_size", None) or values.pop("block_size", len(tokens))
-    if kind == "llada2_moe":
+    family = family_of(path)
+    assert family is not None
+    del values["model_type"]
+    values = {ours: values[name] for ours, name in family.names.items() if name in values} | values
+    attention, block = family.properties.attention, values.pop("block_size", len(tokens))
+    block = {"full": len(tokens), "block_causal": block, "causal": 1}[attention]
+    if family.name == "llada2_moe":
         return llada2_reference.logits(values, tensors, tokens, block)
     model: Any
-    if kind == "llada":
-        values = {ours: values[name] for ours, name in FAMILIES["llada"].names.items()} | values
+    if family.name in LLAMAS:
         model, tensors = LlamaForCausalLM(LlamaConfig(**values)), with_the_names_of_llama(tensors)
+    elif family.name in QWEN2S:
+        model = Qwen2ForCausalLM(Qwen2Config(**values))
     else:
-        model = (
-            Qwen2ForCausalLM(Qwen2Config(**values))
-            if kind == "Fast_dLLM_Qwen"
-            else Qwen3ForCausalLM(Qwen3Config(**values))
-        )
+        model = Qwen3ForCausalLM(Qwen3Config(**values))
+        tensors = {name: x for name, x in tensors.items() if "_diff." not in name}
     model.load_state_dict(tensors, strict=not values["tie_word_embeddings"])
     number = torch.arange(len(tokens)) // block
     hidden = (number[:, None] < number)[None, None]
@@ -192,7 +270,11 @@ def reference(path: Path, tokens: list[int]) -> Tensor:
 
 
 def with_the_names_of_llama(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a LLaDA as Llama calls them. The head and the MLP's last layer share a name."""
+    """The tensors of a LLaDA or a Nemotron as Llama calls them. LLaDA's head and the MLP's last layer share a name."""
+    if any(name.startswith("encoder.") for name in tensors):
+        return {name.replace("encoder", "model").replace("diffusion_head", "lm_head"): x for name, x in tensors.items()}
+    if "model.layers.0.input_layernorm.weight" in tensors:
+        return tensors
     for old, new in (
         ("model.transformer.ff_out", "lm_head"), ("transformer.wte", "embed_tokens"), ("transformer.ln_f", "norm"),
         ("transformer.blocks", "layers"), ("attn_norm", "input_layernorm"), ("ff_norm", "post_attention_layernorm"),
@@ -248,7 +330,11 @@ def write_adapter(path: Path, model: Path, **settings: Any) -> dict[str, Tensor]
     generator = torch.Generator().manual_seed(0)
     weights, factors = read(model), {}
     for key, weight in weights.items():
-        if key.endswith(("_proj.weight", "dense.weight", "_value.weight")) or ".blocks." in key and "_out." in key:
+        if (
+            key.endswith(("_proj.weight", "_proj_diff.weight", "dense.weight", "_value.weight"))
+            or ".blocks." in key
+            and "_out." in key
+        ):
             module = f"base_model.model.{key.removesuffix('.weight')}"
             a = factors[f"{module}.lora_A.weight"] = torch.randn(2, weight.shape[1], generator=generator)
             b = factors[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], 2, generator=generator)

@@ -147,7 +147,7 @@ def test_a_branch_is_bit_equal_whatever_shares_its_batch(attention: str, tmp_pat
         compared += len(plan.rows) > 1
         computed, results = run.forward(plan)
         record = run.strategy.absorb(plan, results, 0, 0)
-        run.executor.commit(run.sequence, computed, record.winner)
+        run.executor.commit(run.sequence, computed, record)
         run.page_tables.share_committed(run.strategy.num_committed)
         plan = run.strategy.plan()
     assert compared > 5

@@ -13,7 +13,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.core import Request, Sequence
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, pages_for
-from lopa_ascend.kv.prefix_cache import BlockPrefixCache, Prefix
+from lopa_ascend.kv.prefix_cache import BlockPrefixCache, Prefix, _num_common
 from lopa_ascend.types import ModelProperties, SequencePlan
 from tests.tiers import examples
 from tests.unit.paper_scheduler import Paper, limits, record
@@ -97,6 +97,18 @@ def test_another_block_size_or_a_part_of_a_block_is_not_found() -> None:
     found = cache.get(key((*(1,) * 6, 2, 2)))
     assert found is not None
     assert len(found.tokens) == 4
+
+
+@settings(max_examples=examples(200))
+@given(texts, texts, st.integers(1, 9), st.integers(0, 8))
+def test_what_two_beginnings_have_in_common_is_whole_blocks(one: Tokens, other: Tokens, size: int, phase: int) -> None:
+    """Of a grid that begins anywhere; and all, if one is the beginning of the other."""
+    phase %= size
+    first, second = (Prefix("block_causal", size, phase, tokens) for tokens in (one, other))
+    ends = [*range(phase or size, min(len(one), len(other)), size), min(len(one), len(other))]
+    expected = max((end for end in ends if one[:end] == other[:end]), default=0)
+    assert _num_common(first, second) == _num_common(second, first) == expected
+    assert _num_common(first, replace(second, phase=phase + 1)) == 0
 
 
 # ---- with the scheduler: pages hold tags that say what the keys and values at a position depend on -------------------

@@ -60,12 +60,19 @@ def test_answers_keep_to_the_grammar(name: str, part: int):
     assert cut <= 0.02 * len(FORMS[part::20])
 
 
-@pytest.mark.parametrize("options", [{"num_branches": 7}, {"num_branches": 4, "lookahead_depth": 4, "tau_add": 0.5}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_branches": 7},
+        {"num_branches": 4, "lookahead_depth": 4, "tau_add": 0.5},
+        {"num_branches": 4, "lookahead_depth": 3, "base": "causal_blocks"},
+    ],
+)
 @pytest.mark.parametrize("part", slow_but(range(10), [0]))
-def test_exact_is_the_constrained_d2f(part: int, options: dict[str, Any]):
-    saved = 0
+def test_exact_is_the_constrained_base(part: int, options: dict[str, Any]):
+    saved, usual = 0, {name: options[name] for name in ("tau_add",) if name in options}
     for form in FORMS[part::10]:
-        alone = list(tiny().run(form, "", decoding="d2f", tau_add=options.get("tau_add", 0.1)))
+        alone = list(tiny().run(form, "", decoding=options.get("base", "d2f"), **usual))
         branches = list(tiny().run(form, "", branch_acceptance="exact", **options))
         assert final_tokens(branches[-1][0]) == final_tokens(alone[-1][0]), form
         assert len(branches) <= len(alone)

@@ -39,8 +39,15 @@ LIMITS = Limits(
     max_num_branches=15,
 )
 PLANNER = Planner(Prompts(None, 100, 99, "m"), LIMITS, {"tau_conf": 0.5, "top_p": 0.9, "temperature": 1.0})
-BLOCK_CAUSAL = replace(LIMITS, properties=ModelProperties(logit_shift=1, attention="block_causal"))
-NEEDED: dict[str, dict[str, Any]] = {
+BLOCK_CAUSAL = ModelProperties(logit_shift=0, attention="block_causal")
+MODELS_OF = {
+    "s2d2": BLOCK_CAUSAL,
+    "fast_dllm_v2": replace(BLOCK_CAUSAL, logit_shift=1),
+    "causal_blocks": ModelProperties(logit_shift=0, attention="causal"),
+    "ar": ModelProperties(logit_shift=0, attention="causal"),
+}
+"""By decoding, or the one that "lopa" extends: a model for it. The others are for Dream."""
+NEEDED: dict[str, dict[str, Any]] = {  # by parameter, or by one of its values
     "top_p": {"temperature": 1.0},
     "top_k": {"temperature": 1.0},
     "min_new_tokens": {"max_new_tokens": 400},
@@ -53,6 +60,13 @@ NEEDED: dict[str, dict[str, Any]] = {
     "block_cache": {"decoding": "fast_dllm"},
     "sub_block_size": {"decoding": "fast_dllm_v2"},
     "editing_threshold": {"tau_add": 1},
+    "causal": {"decoding": "s2d2"},
+    "routing": {"decoding": "s2d2"},
+    "routing_run": {"decoding": "s2d2", "routing": "run"},
+    "routing_on": {"decoding": "s2d2", "routing": "score"},
+    "routing_off": {"decoding": "s2d2", "routing": "hysteresis"},
+    "routing_cost": {"decoding": "s2d2", "routing": "score"},
+    "routing_cost_of": {"decoding": "s2d2", "routing": "score"},
 }
 
 
@@ -69,8 +83,8 @@ def parsed(**fields: Any) -> CompletionRequest:
 
 
 def params(**fields: Any) -> DecodingParams:
-    is_block_causal = "fast_dllm_v2" in fields.values()
-    planner = replace(PLANNER, limits=BLOCK_CAUSAL) if is_block_causal else PLANNER
+    models = [model for name, model in MODELS_OF.items() if name in fields.values()]
+    planner = replace(PLANNER, limits=replace(LIMITS, properties=models[0])) if models else PLANNER
     return plan(planner, parsed(**fields))[0].params
 
 
@@ -99,7 +113,7 @@ def test_stated_ranges_are_the_real_ones(name: str):
             params(**{**with_it, name: edge + outwards})
         assert vars(wrong.value)["param"] == name
     for choice in schema.get("enum", []):
-        params(**{**with_it, name: choice})
+        params(**{**with_it, **NEEDED.get(choice, {}), name: choice})
 
 
 def test_integers_may_be_written_with_a_fraction_of_zero():

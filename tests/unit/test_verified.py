@@ -16,7 +16,7 @@ from lopa_ascend.decode import begin
 from lopa_ascend.decode.lopa import Lopa
 from lopa_ascend.decode.strategy import SequenceStart
 from lopa_ascend.decode.verified import draft_ranks
-from lopa_ascend.types import RowPlan, RowResult, SequencePlan, StepRecord
+from lopa_ascend.types import DREAM, ModelProperties, RowPlan, RowResult, SequencePlan, StepRecord
 from tests.answers import final_tokens
 from tests.tiers import examples, slow_but
 
@@ -35,6 +35,23 @@ setups = st.fixed_dictionaries(
         "acceptance": st.sampled_from(["threshold", "factor"]),
         "ignore_eos": st.booleans(),
         "finish_at_eos": st.booleans(),
+    }
+)
+CAUSAL = (
+    ModelProperties(logit_shift=0, attention="causal"),
+    ModelProperties(logit_shift=1, attention="causal"),
+)
+causal_setups = st.fixed_dictionaries(
+    {
+        "num_branches": st.integers(0, 6),
+        "block_size": st.integers(1, 9),
+        "sub_block_size": st.integers(1, 9),
+        "max_new_tokens": st.integers(1, 40),
+        "tau_conf": st.sampled_from([0.5, 0.8, 0.9, 1.0]),
+        "acceptance": st.sampled_from(["threshold", "factor"]),
+        "ignore_eos": st.booleans(),
+        "finish_at_eos": st.booleans(),
+        "properties": st.sampled_from(CAUSAL),
     }
 )
 depths = st.sampled_from([1, 2, 3, 8])
@@ -68,8 +85,10 @@ class Model:
 
 def run(setup: dict, seed: int, **changes):
     """Yields (strategy, plan, results, record) after each pass."""
-    params = DecodingParams(**{**setup, **changes})
-    strategy, model = begin(SequenceStart(PROMPT, params, MASK, frozenset([EOS]))), Model(seed)
+    fields = {"properties": DREAM, **setup, **changes}
+    properties = fields.pop("properties")
+    start = SequenceStart(PROMPT, DecodingParams(**fields), MASK, frozenset([EOS]), properties=properties)
+    strategy, model = begin(start), Model(seed)
     while (plan := strategy.plan()) is not None:
         results = [model.row(row) for row in plan.rows]
         record = strategy.absorb(plan, results, 0, 0)
@@ -179,6 +198,44 @@ def test_exact_is_d2f(setup: dict, seed: int, depth: int) -> None:
     assert exact[:2] == (tokens, probs)
     assert exact[2] <= passes
     assert exact[3][: len(order)] == order
+
+
+@settings(max_examples=examples(200))
+@given(causal_setups, st.integers(0, 10**6), depths)
+def test_exact_is_causal_blocks(setup: dict, seed: int, depth: int) -> None:
+    tokens, probs, passes, order = decoded(setup, seed, decoding="causal_blocks", num_branches=0)
+    exact = decoded(setup, seed, base="causal_blocks", branch_acceptance="exact", lookahead_depth=depth)
+    assert exact[:2] == (tokens, probs)
+    assert exact[2] <= passes
+    assert exact[3][: len(order)] == order
+
+
+@pytest.mark.parametrize("acceptance", ["published", "exact"])
+@pytest.mark.parametrize("properties", CAUSAL)
+def test_lookahead_branches_stay_in_the_block_whose_commit_is_the_anchors(
+    acceptance: str, properties: ModelProperties
+) -> None:
+    setup: dict[str, Any] = {"block_size": 8, "sub_block_size": 4, "max_new_tokens": 26, "num_branches": 3}
+    setup |= {"ignore_eos": True, "tau_conf": 1.0, "base": "causal_blocks", "branch_acceptance": acceptance}
+    setup["properties"] = properties
+    drafted = 0
+    for seed in range(20):
+        commits = []
+        for _, plan, _, _ in run(setup, seed):
+            *lookaheads, anchor = plan.rows
+            if anchor.is_causal:
+                assert not lookaheads
+                assert (plan.num_new, anchor.masked) == (anchor.end - anchor.start, (anchor.end,))
+                commits.append(anchor.end)
+            else:
+                assert not plan.num_new
+            for row in lookaheads:
+                assert not row.is_causal
+                assert MASK in row.tokens
+                assert (row.start, row.end) == (anchor.start, anchor.end)
+            drafted += len(lookaheads)
+        assert commits == [3, 11, 19, 27]
+    assert drafted > 100
 
 
 @pytest.mark.parametrize(

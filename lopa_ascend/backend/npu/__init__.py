@@ -83,7 +83,9 @@ class Npu(Device):
                 raise ParameterError("model", f"int8 weights {message}")
         return tuple(_doubts(config.attention_layout, model))
 
-    def checked_ops(self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int) -> tuple[Ops, str]:
+    def checked_ops(
+        self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool
+    ) -> tuple[Ops, str]:
         import torch
 
         from lopa_ascend.backend.npu.gate import AttentionShape, right_ops
@@ -97,6 +99,7 @@ class Npu(Device):
             head_dim=model.head_dim,
             dtype=getattr(torch, model.dtype),
             max_keys=max_keys,
+            is_causal=is_causal,
         )
         right = right_ops(ops, shape, config.graph_mode in CAPTURING_MODES)
         return right, right.attention_layout

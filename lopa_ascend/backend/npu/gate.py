@@ -48,6 +48,8 @@ class AttentionShape:
     dtype: torch.dtype
     max_keys: int
     """Of the longest sequence."""
+    is_causal: bool = False
+    """Whether entries may be causal."""
 
 
 def right_ops(ops: NpuOps, shape: AttentionShape, captures: bool) -> NpuOps:
@@ -81,9 +83,21 @@ def first_fault(ops: NpuOps, shape: AttentionShape, captures: bool) -> str | Non
 
     Calls see few keys and then as many as a sequence can have, in a graph the latter twice.
     """
+    shapes = [replace(shape, is_causal=False)]
+    if shape.is_causal:  # the pages of a prompt; the first one has as many queries as keys
+        shapes.append(replace(shape, queries=min(PAGE_SIZE, shape.max_keys)))
+    return next(filter(None, (_fault_in(ops, each, captures) for each in shapes)), None)
+
+
+def _fault_in(ops: NpuOps, shape: AttentionShape, captures: bool) -> str | None:
+    """Of entries that are all causal, or of which none is."""
     few, most = (PAGE_SIZE // 2, PAGE_SIZE + 3), (shape.max_keys, PAGE_SIZE - 1)
-    kv_lengths = [[min(length, shape.max_keys) for length in lengths] for lengths in (few, most)]
-    where = "a single call"
+    least = shape.queries if shape.is_causal else 1
+    kv_lengths = [[max(least, min(length, shape.max_keys)) for length in lengths] for lengths in (few, most)]
+    if shape.is_causal:
+        kv_lengths = [[least] * ENTRIES, *kv_lengths]
+    kind = " of causal entries" * shape.is_causal
+    where = f"a single call{kind}"
     try:
         sample = Sample(ops, shape)
         for lengths in kv_lengths:
@@ -93,7 +107,7 @@ def first_fault(ops: NpuOps, shape: AttentionShape, captures: bool) -> str | Non
             run = sample.captured()
             for in_thread, lengths in product((False, True), (*kv_lengths, kv_lengths[-1])):
                 run.in_thread = in_thread
-                where = f"a captured graph{' whose KV lengths a thread changes' * in_thread}"
+                where = f"a captured graph{kind}{' whose KV lengths a thread changes' * in_thread}"
                 output = run(sample.divided(lengths))
                 wait_for_replay(f"{KERNEL} in {where}")
                 if fault := sample.fault(output, lengths, where):
@@ -120,15 +134,15 @@ class Sample:
         self._caches = normal(*cache), normal(*cache)
         self._tables = torch.randperm(ENTRIES * pages, generator=random).view(ENTRIES, pages).int()
         zeros = (0,) * ENTRIES
-        entries = Entries((shape.queries,) * ENTRIES, zeros, self._tables, tuple(range(ENTRIES)), zeros)
-        entries = entries.divided(ops.max_queries)
+        lengths, causal = (shape.queries,) * ENTRIES, (shape.is_causal,) * ENTRIES
+        self._whole = Entries(lengths, zeros, self._tables, tuple(range(ENTRIES)), zeros, causal=causal)
+        entries = self._whole.divided(ops.max_queries)
         self._entries = replace(entries, page_tables=entries.page_tables.to(ops.device))
         self._on_device = [x.to(ops.device) for x in (self._q, *self._caches)]
 
     def divided(self, kv_lengths: Sequence[int]) -> list[int]:
         """The KV lengths of the parts of ENTRIES entries."""
-        parts = len(self._entries.lengths) // ENTRIES
-        return [length for length in kv_lengths for _ in range(parts)]
+        return list(replace(self._whole, kv_lengths=tuple(kv_lengths)).divided(self._ops.max_queries).kv_lengths)
 
     def attend(self, kv_lengths: Sequence[int]) -> Tensor:
         """Attention on the device [T, H * D]."""
@@ -138,7 +152,8 @@ class Sample:
 
     def captured(self) -> CapturedRun:
         """``attend`` as a graph that is captured with few keys, to be replayed with other KV lengths."""
-        few = range(MIN_KV_LENGTH, MIN_KV_LENGTH + ENTRIES)
+        least = max(MIN_KV_LENGTH, self._shape.queries if self._shape.is_causal else 1)
+        few = range(least, least + ENTRIES)
         with capturing(auto_dispatch_capture=True) as graph:
             output = self.attend(few)
         return CapturedRun(graph, self.attend, output, "gate", self.divided(few))
@@ -161,7 +176,10 @@ class Sample:
         for q, table, length in zip(self._q.chunk(ENTRIES), self._tables, kv_lengths, strict=True):
             k, v = (cache[table.long()[: pages_for(length)]].flatten(0, 1)[:length] for cache in self._caches)
             q, k, v = (x.float().transpose(0, 1)[None] for x in (q, k, v))
-            outputs.append(F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1).flatten(1))
+            seen = torch.ones(q.shape[2], length, dtype=torch.bool)
+            seen = seen.tril(length - q.shape[2]) if self._shape.is_causal else seen
+            attended = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+            outputs.append(attended[0].transpose(0, 1).flatten(1))
         return torch.cat(outputs)
 
 

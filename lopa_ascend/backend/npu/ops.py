@@ -217,7 +217,7 @@ class NpuOps:
         assert self.max_queries is None or max(entries.lengths) <= self.max_queries, "see Ops.max_queries"
         q = q.contiguous()
         outputs, begin = [], 0
-        for group in self._kernel_groups(entries, k_cache.shape[0]):
+        for group, is_causal in self._kernel_groups(entries, k_cache.shape[0]):
             lengths, kv_lengths = entries.lengths[group], entries.kv_lengths[group]
             end = begin + sum(lengths)
             outputs.append(
@@ -229,30 +229,30 @@ class NpuOps:
                     lengths,
                     kv_lengths,
                     entries.page_tables[group],
-                    self.causal_mask if _is_causal(entries, group) else None,
+                    self.causal_mask if is_causal else None,
                 )
             )
             begin = end
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _kernel_groups(self, entries: Entries, num_pages: int) -> list[slice]:
-        """Ranges of entries that one kernel can take, of a cache with so many pages. They depend on shapes only, not
-        on KV lengths, so that a captured graph holds for all KV lengths."""
+    def _kernel_groups(self, entries: Entries, num_pages: int) -> list[tuple[slice, bool]]:
+        """Ranges of entries that one kernel can take, of a cache with so many pages, and whether it needs the mask of
+        causal entries. They depend on shapes only, not on KV lengths, so that a captured graph holds for all KV
+        lengths. An entry of one query is the same with the mask and without it."""
         pages_per_entry = entries.page_tables.shape[1]
         most = min(MAX_ENTRIES, max(1, num_pages // pages_per_entry))
-        groups, first = [], 0
-        for index, length in enumerate(entries.lengths):
-            is_other = self.kernel_layout == "BSH" and length != entries.lengths[first]
-            is_other |= bool(entries.causal) and entries.causal[index] != entries.causal[first]
+        causal = entries.causal or (False,) * len(entries.lengths)
+        groups: list[tuple[slice, bool]] = []
+        first, kind = 0, None
+        for index, (length, is_causal) in enumerate(zip(entries.lengths, causal, strict=True)):
+            own = is_causal if length > 1 else None
+            is_other = kind is not None and own is not None and own != kind
+            is_other |= self.kernel_layout == "BSH" and length != entries.lengths[first]
             if is_other or index - first == most:
-                groups.append(slice(first, index))
-                first = index
-        return [*groups, slice(first, len(entries.lengths))]
-
-
-def _is_causal(entries: Entries, group: slice) -> bool:
-    """Whether the entries of a kernel need a mask: in those of one query the last key is the query's own."""
-    return bool(entries.causal) and entries.causal[group.start] and max(entries.lengths[group]) > 1
+                groups.append((slice(first, index), kind is True))
+                first, kind = index, None
+            kind = own if kind is None else kind
+        return [*groups, (slice(first, len(entries.lengths)), kind is True)]
 
 
 def _grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

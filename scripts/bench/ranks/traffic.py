@@ -58,7 +58,7 @@ class Formulas:
                 for branch, row in enumerate(plan.rows):
                     group, _ = placement.home(branch)
                     masked_by_group[group] += len(row.masked)
-                if placement.sends_values(plan):
+                if plan.num_new and placement.sends_values(plan):
                     one_hidden_state = config.hidden_size * item_size
                     sent["kv"] += plan.num_new * self.kv_bytes_per_position + one_hidden_state
             sent["branches"] = PREDICTION_BYTES * max(masked_by_group)

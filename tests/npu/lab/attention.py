@@ -92,26 +92,35 @@ def check_pages(
         require(bool(((used >= 0) & (used < cache.shape[0])).all()), f"{NAME}: a page id lies outside the cache")
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool = False) -> Tensor:
-    """Attention of queries [L, H, D] to all keys and values [S, K, D], in float32 -> [L, H, D]. ``is_causal``: the last
-    query sees all, each one before it one less."""
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
+    """Attention of queries [L, H, D] to keys and values [S, K, D], in float32 -> [L, H, D]. seen: bool [L, S], or None
+    for all."""
     q, k, v = (x.float().transpose(0, 1) for x in (query, key, value))
-    seen = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query)) if is_causal else None
     out = F.scaled_dot_product_attention(q[None], k[None], v[None], seen, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
-def check_mask(mask: Tensor | None, sparse_mode: int, longest: int) -> bool:
-    """Whether a call is causal. By its documents the kernel takes one mask for ``sparse_mode`` 3, and a wrong one gives
-    wrong sums without an error."""
+def attend_causally(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """As ``attend``; the last query sees all keys, and each one before it one less."""
+    seen = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
+    return attend(query, key, value, scale, seen)
+
+
+def check_mask(mask: Tensor | None, sparse_mode: int, spans: Sequence[Tensor], kv_lengths: Sequence[int]) -> bool:
+    """Whether a call is causal. By its documents the kernel takes one mask for ``sparse_mode`` 3, and does not look
+    whether its content is right. They want fewer queries than keys in TND; but vllm-ascend calls the kernel in this way
+    with the first tokens of each prompt, whose queries are as many as their keys."""
     if sparse_mode == 0:
         require(mask is None, f"{NAME}: the laboratory knows no mask with sparse_mode 0")
         return False
-    require(sparse_mode == 3 and mask is not None, f"{NAME}: the laboratory knows sparse_mode 0 and 3")
+    require(sparse_mode == 3 and mask is not None, f"{NAME}: the laboratory knows sparse_mode 0, and 3 with a mask")
     assert mask is not None
-    require(mask.shape == (2048, 2048) and mask.dtype == torch.bool, f"{NAME}: the mask is bool [2048, 2048]")
-    require(bool((mask == torch.ones_like(mask).triu(1)).all()), f"{NAME}: the mask is true above the diagonal")
-    return longest > 1  # ignored for single queries, whose last key is the query's own
+    require(mask.shape == (2048, 2048) and mask.is_contiguous(), f"{NAME}: the mask is contiguous and [2048, 2048]")
+    require(mask.dtype in (torch.bool, torch.int8, torch.uint8), f"{NAME}: the mask is bool, int8 or uint8")
+    require(bool((mask.bool() == torch.ones_like(mask).bool().triu(1)).all()), f"{NAME}: the mask hides what is behind")
+    fits = all(len(span) <= length for span, length in zip(spans, kv_lengths, strict=True))
+    require(fits, f"{NAME}: with sparse_mode 3 an entry has no more queries than keys")
+    return True
 
 
 @kernel(NAME)
@@ -153,13 +162,14 @@ def fused_infer_attention_score(  # noqa: PLR0913
     for cache in (key, value):
         check_pages(cache, block_table, actual_seq_lengths_kv, spans, input_layout, block_size)
         require(cache.shape[2] == kv_heads * size, f"{NAME}: a cache holds K * D elements a position")
-    is_causal = check_mask(atten_mask, sparse_mode, max(map(len, spans)))
+    is_causal = check_mask(atten_mask, sparse_mode, spans, actual_seq_lengths_kv)
+    compute = attend_causally if is_causal else attend
     out = query.new_empty((sum(map(len, spans)), num_heads, size))
     ends = accumulate(map(len, spans))
     for span, table, length, end in zip(spans, block_table.long(), actual_seq_lengths_kv, ends, strict=True):
         pages = table[: -(-length // block_size)]
         k, v = (cache[pages].view(-1, kv_heads, size)[:length] for cache in (key, value))
-        out[end - len(span) : end] = attend(span, k, v, scale, is_causal=is_causal)
+        out[end - len(span) : end] = compute(span, k, v, scale)
     return out.view(query.shape), query.new_zeros(1, dtype=torch.float32)
 
 

@@ -1,0 +1,256 @@
+"""Linear self-speculation: a causal model drafts a block at once, and then reads it causally.
+
+A round is two passes. In the first the positions of a block see one another, and are drafted. The second is causal: its
+predictions are those of "ar" as far as the drafts before them are right, so they are written up to the first that
+differs from its draft, that one included. A round writes one token at least, and the answer is that of "ar".
+
+At a temperature it is, too: draft and check draw with the same noise (Gumbel-max), which depends on seed and position
+alone. So a draft is right if the drafting distribution leads to the same draw, and no draw depends on drafts (arXiv
+2408.07978).
+
+Sources: Nemotron-Labs-Diffusion and Orthrus (``linear_spec_generate`` and ``generate`` in their code).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.config.kinds import Number
+from lopa_ascend.config.settings import research
+from lopa_ascend.decode.causal import Autoregressive
+from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2Params
+from lopa_ascend.decode.lopa import LookaheadParams, Lookaheads
+from lopa_ascend.decode.strategy import Only, SequenceStart
+from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpecParams(FastDllmV2Params):
+    """How a block is drafted."""
+
+    draft_threshold: float = research(
+        0.0,
+        Number(0, 1),
+        'a pass of "linear_spec" drafts the positions whose probability is at least this, or the most probable one, '
+        "and further passes the others; 0: one pass drafts all. It changes no answer",
+    )
+
+
+@dataclass(frozen=True)
+class Draft(Fill):
+    """A drafted token."""
+
+    second: int
+    """The token that would be drafted without it."""
+    second_prob: float
+    """Its probability."""
+
+
+class LinearSpec(Autoregressive):
+    """One sequence under linear self-speculation. Its state is that of "ar": what is written, and one open position."""
+
+    description = (
+        'drafts a block at once and checks it in a causal pass, for causal models: the answer of "ar" in fewer passes'
+    )
+    base = "linear_spec"
+    drafts = True
+    parameters = LinearSpecParams
+    own: LinearSpecParams
+    only: ClassVar[Only] = {
+        "acceptance": (),
+        "confidence": (),
+    }
+
+    def __init__(self, start: SequenceStart) -> None:
+        super().__init__(start)
+        self._drafts: dict[int, Draft] = {}
+        """By position, behind the last token that is written."""
+
+    @property
+    def num_wanted(self) -> int:
+        """The most branches beside the main row that check drafts."""
+        return 0
+
+    @classmethod
+    def row_length(cls, params: DecodingParams) -> int:
+        return params.block_size
+
+    # ---- before a forward pass -------------------------------------------------------------------------------------
+
+    def plan(self) -> SequencePlan | None:
+        plan = super().plan()
+        if plan is None or not self.num_forwards:  # the prompt's last position predicts the first token
+            return plan
+        (row,) = plan.rows
+        room = self.limit - row.end  # positions to be written
+        end = row.start + min(self.params.block_size, room + 1)
+        drafted = range(row.end, end) if room > 1 else range(0)
+        if missing := [position for position in drafted if position not in self._drafts]:
+            tokens = (self._drafts[position].token if position in self._drafts else self.mask for position in drafted)
+            draft = RowPlan(row.start, (*row.tokens, *tokens), row.start, (end,), tuple(missing), drafts=True)
+            return replace(plan, num_new=0, rows=(draft,))
+        return self._verifying(plan, [self._drafts[position].token for position in drafted])
+
+    def _verifying(self, plan: SequencePlan, drafts: Sequence[int]) -> SequencePlan:
+        """The pass that checks drafts.
+
+        Args:
+            plan: of "ar".
+        """
+        (row,) = plan.rows
+        useful = self._useful(drafts)
+        main = self._checking(row, useful, row.start)
+        rows = *self._branches(row, drafts, len(useful)), main
+        return replace(plan, num_new=0, rows=rows, winner_commits=len(rows) > 1, fills_all_slots=True)
+
+    def _branches(self, row: RowPlan, drafts: Sequence[int], num_useful: int) -> list[RowPlan]:
+        """The rows that check second choices, by rank: the main row with the second choice for one position."""
+        found = list[RowPlan]()
+        for place in self._places(row.end, min(num_useful + 1, len(drafts))):
+            second = self._drafts[row.end + place].second
+            useful = self._useful([*drafts[:place], second, *drafts[place + 1 :]])
+            if len(useful) > place and len(found) < self.num_wanted:
+                found.append(self._checking(row, useful, row.end + place))
+        return found
+
+    def _places(self, first: int, count: int) -> list[int]:
+        """The places among the drafts by the tokens that the second choice is expected to add, the most first; the
+        earlier among equals. Those are the probability that the drafts before are right, and the second choice is,
+        times the tokens up to the next that is not right.
+
+        Args:
+            first: position of the first draft.
+        """
+        drafts = [self._drafts[first + place] for place in range(count)]
+        following, gains = 0.0, list[tuple[float, int]]()
+        for place in reversed(range(count)):
+            before = math.prod(draft.max_prob for draft in drafts[:place])
+            gains.append((-before * drafts[place].second_prob * (1 + following), place))
+            following = drafts[place].max_prob * (1 + following)
+        return [place for gain, place in sorted(gains) if gain]
+
+    def _useful(self, drafts: Sequence[int]) -> Sequence[int]:
+        """The drafts that something can be written behind: those before one that is the last, ends the answer or does
+        not fit the grammar."""
+        room = self.limit - self.anchor.end
+        end = next((index for index, token in enumerate(drafts[:room]) if token in self.ends), room)
+        return drafts[: self.grammar.num_admitted(self.anchor, drafts[:end])]
+
+    @staticmethod
+    def _checking(row: RowPlan, drafts: Sequence[int], begin: int) -> RowPlan:
+        """The row that checks drafts.
+
+        Args:
+            row: of "ar".
+            begin: the first position that differs from the main row.
+        """
+        end = row.end + len(drafts)
+        tokens, masked = (*row.tokens, *drafts), tuple(range(begin + 1, end + 1))
+        return replace(row, tokens=tokens, causal_end=end, masked=masked, compute_from=begin)
+
+    # ---- after a forward pass --------------------------------------------------------------------------------------
+
+    def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
+        row = plan.rows[-1]
+        if not self.num_forwards:
+            return super().absorb(plan, results, model_tokens, head_rows)
+        record = StepRecord(
+            index=self.num_forwards,
+            span=(row.start, row.end),
+            cache_length=self.num_committed,
+            committed=0,
+            branches=(BranchRecord((), row.end, len(row.masked), 1.0),),
+            winner=0,
+            fills=(),
+            fallbacks=0,
+            model_tokens=model_tokens,
+            head_rows=head_rows,
+        )
+        record = self._drafted(record, row, results[-1]) if row.drafts else self._checked(record, plan, results)
+        self.num_committed += record.committed
+        self.num_forwards += 1
+        return record
+
+    def _drafted(self, record: StepRecord, row: RowPlan, result: RowResult) -> StepRecord:
+        """The record of a pass that drafts."""
+        drafts = [
+            Draft(fill.position, fill.token, fill.max_prob, fill.confidence, second, prob)
+            for fill, (second, prob) in zip(self.predicted(row, result), result.seconds, strict=True)
+        ]
+        kept = [draft for draft in drafts if draft.max_prob >= self.own.draft_threshold]
+        kept = kept or [max(drafts, key=lambda draft: draft.max_prob)]
+        self._drafts |= {draft.position: draft for draft in kept}
+        return replace(record, drafted=tuple(kept))
+
+    def _checked(self, record: StepRecord, plan: SequencePlan, results: Sequence[RowResult]) -> StepRecord:
+        """The record of a pass that checks drafts, and writes what is right and one token more. If this is the second
+        choice of a branch, the branch goes on."""
+        *others, main = plan.rows
+        written = self._write(self.predicted(main, results[-1]), main.tokens[1:])
+        drafted = [self._drafts[position] for position in main.masked[:-1]]
+        matched = sum(fill.token == draft.token for fill, draft in zip(written, drafted, strict=False))
+        last, winner, own = written[-1], len(others), tuple[Fill, ...]()
+        for rank, row in enumerate(others if self.anchor.masks else ()):
+            place = last.position - row.start
+            if row.compute_from == last.position and row.tokens[place] == last.token:
+                winner, own = rank, (last,)
+                written += self._write(self.predicted(row, results[rank]), row.tokens[place + 1 :])
+        second = matched < min(len(written), len(drafted)) and written[matched].token == drafted[matched].second
+        branches = [BranchRecord((self._second(row),), row.end, len(row.masked), 0.0) for row in others]
+        branches.append(record.branches[-1])
+        if own:
+            branches[winner] = replace(branches[winner], own_fills=own, confirmed_by=(len(others),))
+        self._drafts = {}
+        return replace(
+            record,
+            span=(main.start, plan.rows[winner].end),
+            committed=len(written),
+            branches=tuple(branches),
+            winner=winner,
+            fills=tuple(fill for fill in written if fill not in own),
+            drafted=tuple(drafted),
+            accepted=matched,
+            second_was_right=second,
+        )
+
+    def _second(self, row: RowPlan) -> Fill:
+        """The second choice that a branch checks."""
+        draft = self._drafts[row.compute_from]
+        return Fill(row.compute_from, draft.second, draft.second_prob, draft.second_prob)
+
+    def _write(self, predicted: Sequence[Fill], drafts: Sequence[int]) -> list[Fill]:
+        """Writes the predictions of a causal pass one after the other, as "ar" does, as long as the draft behind a
+        token is that token."""
+        branch, written = self.anchor, list[Fill]()
+        for fill, draft in zip(predicted, [*drafts, None], strict=True):
+            branch = self.open(self.advance(branch, [fill]))
+            written.append(fill)
+            if fill.token != draft or not branch.masks:
+                break
+        self.branches = [branch]
+        return written
+
+
+@dataclass(frozen=True, kw_only=True)
+class LopaLinearSpecParams(LookaheadParams, LinearSpecParams):
+    """LoPA over linear self-speculation."""
+
+
+class LopaLinearSpec(Lookaheads, LinearSpec):
+    """One sequence under LoPA over linear self-speculation: branches check second choices beside the drafts. One at
+    most is right, and writes more. So the answer is that of "ar", and no round writes less than without branches."""
+
+    parameters = LopaLinearSpecParams
+    own: LopaLinearSpecParams
+
+    @property
+    def num_wanted(self) -> int:
+        return 0 if self.params.is_auto and self.is_crowded else self.params.lookaheads
+
+    @property
+    def known_winner(self) -> None:
+        return None

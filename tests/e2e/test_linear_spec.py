@@ -1,0 +1,86 @@
+"""Linear self-speculation writes what "ar" writes, whatever its drafts are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lopa_ascend import DecodingParams
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.engine.engine import Engine
+from lopa_ascend.types import GenerationOutput
+from tests.e2e.batching import run
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
+MODELS = ("nemotron/model_b", "orthrus/model_a", "pangu/model_a")
+ROUNDS = 6
+"""Random requests for each model."""
+
+
+def random_params(rng: random.Random) -> dict[str, Any]:
+    """What a request may ask for, but for its decoding."""
+    asked: dict[str, Any] = {
+        "max_new_tokens": rng.choice([1, 2, 3, 17, 40]),
+        "ignore_eos": rng.random() < 0.3,
+        "top_logprobs": rng.choice([0, 2]),
+    }
+    further: list[dict[str, Any]] = [
+        {"eos_token_id": rng.sample(range(3, 99), 12)},
+        {"stop_token_ids": rng.sample(range(3, 99), 8)},
+        {"min_new_tokens": asked["max_new_tokens"] // 2, "eos_token_id": rng.sample(range(3, 99), 12)},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.2, "logit_bias": ((5, 2.0), (7, -3.0))},
+        {"frequency_penalty": 0.4},
+        {"bad_words": [[token] for token in range(20, 50)] + [[60, 61], [9, 9]]},
+        {"temperature": 0.9, "seed": rng.randrange(99)},
+        {"temperature": 0.7, "seed": rng.randrange(99), "top_p": 0.9},
+        {"temperature": 1.2, "seed": rng.randrange(99), "top_k": 9, "repetition_penalty": 1.1},
+    ]
+    for options in rng.sample(further, rng.choice([0, 1, 2])):
+        asked |= options
+    return asked
+
+
+def written(output: GenerationOutput) -> tuple[object, ...]:
+    return output.token_ids, output.finish_reason, output.stop_reason, output.alternatives, output.max_probs
+
+
+def generated(
+    engine: Engine, asked: Sequence[tuple[list[int], dict[str, Any]]], **decoding: Any
+) -> list[GenerationOutput]:
+    return run(engine, [(prompt, DecodingParams(**fields, **decoding)) for prompt, fields in asked])
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_answer_is_that_of_ar_to_the_bit(model: str, dtype: str) -> None:
+    """In one batch with others, prompts in pieces, on shared beginnings, with any parameters; drafts are wrong and
+    right."""
+    rng = random.Random(f"{model} {dtype}")
+    reference = Engine(EngineConfig(model=str(GOLDEN / model), dtype=dtype, enable_prefix_caching=False))
+    first = [rng.randrange(12, 99) for _ in range(min(150, reference.limits.max_model_len - 41))]
+    prompts = [first[: rng.randrange(1, len(first))] + [rng.randrange(12, 99)] for _ in range(ROUNDS)]
+    asked = [(prompt, random_params(rng)) for prompt in prompts]
+    expected = [written(output) for each in asked for output in generated(reference, [each], decoding="ar")]
+    sizes = [rng.choice([1, 2, 5, 8, 16, 40]) for _ in asked]
+    drafting = [
+        (prompt, {**fields, "block_size": size, "draft_threshold": rng.choice([0.0, 0.5])})
+        for (prompt, fields), size in zip(asked, sizes, strict=True)
+    ]
+    engine = Engine(EngineConfig(model=str(GOLDEN / model), dtype=dtype, max_num_batched_tokens=96))
+    together = generated(engine, drafting, decoding="linear_spec")
+    alone = [generated(engine, [each], decoding="linear_spec")[0] for each in drafting]
+    assert [written(output) for output in together] == expected
+    assert [written(output) for output in alone] == expected
+    assert [output.num_forwards for output in together] == [output.num_forwards for output in alone]
+    branches = [(prompt, {**fields, "num_branches": rng.choice([1, 3, 7])}) for prompt, fields in drafting]
+    with_branches = generated(engine, branches, decoding="lopa", base="linear_spec")
+    assert [written(output) for output in with_branches] == expected
+    for record in [record for output in with_branches for record in output.trace or ()]:
+        if record.accepted is None:
+            continue
+        assert record.committed == len(record.fills) + len(record.branches[record.winner].own_fills)
+        assert record.committed >= record.accepted + 1 or record.committed == record.accepted
