@@ -114,6 +114,8 @@ class Strategy(ABC):
     default_branches: ClassVar[int] = 0
     commits: ClassVar[bool] = False
     """Whether a window of blocks moves over the canvas and commits keys and values behind it."""
+    scored_by: ClassVar[str] = "parallel"
+    """The decoding with whose attention and blocks given texts are scored."""
     computes_whole_branches: ClassVar[bool] = False
     """Whether each lookahead branch computes prompt and canvas."""
     fills_gaps: ClassVar[bool] = False

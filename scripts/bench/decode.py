@@ -222,7 +222,7 @@ def load(model: Path | None, args: argparse.Namespace, engine: dict[str, Any], p
 
     options: dict[str, Any] = {
         "enable_prefix_caching": args.cached_prompts,
-        "max_num_seqs": max(args.requests),
+        "max_num_seqs": max(args.requests) + bool(args.arriving),
         "threads": args.threads,
         "graph_mode": args.graph_mode,
     }

@@ -184,7 +184,7 @@ def arrive(
                 raise RuntimeError("a request ended before the prompt was computed: ask for more --new-tokens")
             if any(update.request_id in others for update in updates):
                 waits, waited = [*waits, waited], 0.0
-                if not engine.scheduler.running[name].in_prefill:
+                if not (engine.scheduler.waiting or engine.scheduler.running[name].in_prefill):
                     break
     finally:
         for request_id in (name, *others):
