@@ -40,6 +40,9 @@ LIMITS = Limits(
 )
 PLANNER = Planner(Prompts(None, 100, 99, "m"), LIMITS, {"tau_conf": 0.5, "top_p": 0.9, "temperature": 1.0})
 BLOCK_CAUSAL = replace(LIMITS, properties=ModelProperties(logit_shift=1, attention="block_causal"))
+CAUSAL = replace(LIMITS, properties=ModelProperties(logit_shift=1, attention="causal"))
+LIMITS_OF = {"fast_dllm_v2": BLOCK_CAUSAL, "causal_blocks": CAUSAL, "ar": CAUSAL}
+"""By decoding, where the model has to be another one."""
 NEEDED: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0},
     "top_k": {"temperature": 1.0},
@@ -69,9 +72,9 @@ def parsed(**fields: Any) -> CompletionRequest:
 
 
 def params(**fields: Any) -> DecodingParams:
-    is_block_causal = "fast_dllm_v2" in fields.values()
-    planner = replace(PLANNER, limits=BLOCK_CAUSAL) if is_block_causal else PLANNER
-    return plan(planner, parsed(**fields))[0].params
+    named = {name: value for name, value in fields.items() if name in ("decoding", "base")}
+    limits = next((LIMITS_OF[value] for value in named.values() if value in LIMITS_OF), LIMITS)
+    return plan(replace(PLANNER, limits=limits), parsed(**fields))[0].params
 
 
 def test_every_decoding_parameter_is_a_field():
