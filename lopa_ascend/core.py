@@ -121,11 +121,6 @@ class Sequence:
         return not self.strategy.num_forwards and self.num_committed < self.request.origin
 
     @property
-    def has_pieces(self) -> bool:
-        """Whether the next step may compute a part of the prompt alone."""
-        return self.in_prefill and self.request.properties.is_causal
-
-    @property
     def num_reserved(self) -> int:
         """Pages that the sequence may still take."""
         pages = self.page_tables

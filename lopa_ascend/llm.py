@@ -304,7 +304,7 @@ class LLM:
         continuations: Sequence[str | Sequence[int]],
         params: DecodingParams | None = None,
     ) -> list[tuple[float, ...]]:
-        """How probable each of several continuations of a prompt is, in one forward pass over masks.
+        """How probable each of several continuations of a prompt is.
 
         Args:
             prompt: a text or token ids.
@@ -313,7 +313,8 @@ class LLM:
 
         Returns:
             For each continuation the log probability of each of its tokens, in nats. All places are masked, so for
-            several tokens the sum is no log probability of the text: no token is known to the others.
+            several tokens the sum is no log probability of the text: no token is known to the others. Causal models
+            predict each token from those before it.
 
         Raises:
             ParameterError: a text or a token id cannot be used, or the continuations do not fit into one pass.
@@ -328,11 +329,11 @@ class LLM:
             request_id = self._add(request)
             updates = self._updates[request_id]
             try:
-                while not updates:
+                while not updates or updates[-1].finish_reason is None:
                     self._step()
             finally:
                 self._end(request_id)
-        update = updates.popleft()
+        update = updates[-1]
         if update.error is not None:
             raise GenerationError(update.error)
         return list(update.continuation_logprobs)

@@ -36,6 +36,7 @@ DECODINGS: dict[str, dict[str, Any]] = {
     "ar": {"decoding": "ar"},
     "causal_blocks": {"decoding": "causal_blocks", "sub_block_size": 4, "tau_conf": 0.7},
     "lopa, causal_blocks": {"base": "causal_blocks", "num_branches": 7, "tau_conf": 0.7},
+    "verified, causal_blocks": {"base": "causal_blocks", "num_branches": 7, "branch_acceptance": "verified"},
     "exact, causal_blocks": {
         "base": "causal_blocks",
         "num_branches": 7,

@@ -36,6 +36,8 @@ class Device(ABC):
     """Whether ``Ops`` computes mixtures of experts."""
     has_layouts = False
     """Whether attention has other layouts than the default one."""
+    free_tokens = 128
+    """Tokens of a forward pass that take hardly longer than one: about as long as reading the weights."""
     wants_all_pages = False
     """Whether one kernel attends for a whole compiled step only if the KV pool has a page for each place in the page
     tables of the step."""

@@ -190,10 +190,10 @@ class DecodingParams(UsualParams):
         return cls(**values)
 
     def for_continuations(self, longest: int) -> DecodingParams:
-        """How continuations of a prompt are scored: in one pass over ``longest`` masks, with the attention and in the
-        blocks of this decoding."""
+        """How continuations of a prompt are scored, the longest of which has ``longest`` tokens: with the attention and
+        in the blocks of this decoding."""
         return DecodingParams(
-            decoding="d2f" if self.is_pipelined else "parallel",
+            decoding=self.strategy.scored_by,
             block_size=self.block_size,
             window_attention="full" if self.window_attention == "full" else "block_causal",
             max_new_tokens=longest,

@@ -121,11 +121,14 @@ class Limits:
     def check_continuations(
         self, prompt_tokens: int, params: DecodingParams, continuations: Sequence[Sequence[int]]
     ) -> None:
-        """Refuses continuations of a prompt that cannot be scored in one pass, or token ids that do not exist.
+        """Refuses continuations of a prompt that cannot be scored in one pass, or token ids that do not exist. A causal
+        model's prompt comes before them.
 
         Raises:
             ParameterError: as ``check``; ``param`` is "continuations".
         """
+        if self.properties.is_causal:
+            prompt_tokens = 0
         if prompt_tokens + params.max_new_tokens > self.max_num_batched_tokens:
             message = (
                 f"a prompt of {prompt_tokens} tokens and a continuation of {params.max_new_tokens} exceed "

@@ -116,6 +116,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rotary_dim", self.rotary_dim or self.head_dim)
 
+    @property
+    def attention_reach(self) -> int:
+        """Positions whose attention is as much arithmetic as a token's products with the weights of a dense layer."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        products = self.hidden_size * (2 * queries + 2 * keys + 3 * self.intermediate_size)
+        return max(1, products // (2 * queries))
+
     # ---- parts of the model on a tensor-parallel rank ----------------------------------------------------------------
 
     def tensor_parallel_sizes(self) -> tuple[int, ...]:

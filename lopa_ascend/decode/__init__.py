@@ -19,20 +19,11 @@ from lopa_ascend.decode.lopa import Lopa, LopaCausalBlocks, LopaFastDllm, LopaFa
 from lopa_ascend.decode.s2d2 import S2D2, S2D2FastDllmV2
 from lopa_ascend.decode.strategy import SequenceStart, Strategy
 from lopa_ascend.decode.vanilla import Vanilla
-from lopa_ascend.decode.verified import ExactCausalBlocks, ExactLopa, VerifiedLopa
+from lopa_ascend.decode.verified import ExactCausalBlocks, ExactLopa, VerifiedCausalBlocks, VerifiedLopa
 
-add_decoding(
-    "lopa",
-    Lopa,
-    VerifiedLopa,
-    ExactLopa,
-    LopaParallel,
-    LopaFastDllm,
-    LopaFastDllmV2,
-    LopaCausalBlocks,
-    ExactCausalBlocks,
-    LopaLinearSpec,
-)
+over_d2f = (Lopa, VerifiedLopa, ExactLopa)
+over_causal_blocks = (LopaCausalBlocks, VerifiedCausalBlocks, ExactCausalBlocks)
+add_decoding("lopa", *over_d2f, LopaParallel, LopaFastDllm, LopaFastDllmV2, *over_causal_blocks, LopaLinearSpec)
 for strategy in (BlockPipeline, Parallel, Vanilla, FastDllm, FastDllmV2, CausalBlocks, Autoregressive, LinearSpec):
     add_decoding(strategy.base, strategy)
 

@@ -53,6 +53,7 @@ class BlockPipeline(Strategy):
     description = "the anchor branch alone"
     base = "d2f"
     commits = True
+    scored_by = "d2f"
     has_graphs = True
     parameters = PipelineParams
     own: PipelineParams

@@ -31,7 +31,7 @@ class FastDllmV2Params(PipelineParams):
     sub_block_size: int = research(
         8,
         Integer(1, 4096),
-        'positions that "fast_dllm_v2" fills before it goes on to the right',
+        'positions that "fast_dllm_v2" and "causal_blocks" fill before they go on to the right',
     )
     sub_block_cache: bool = research(
         False,

@@ -44,7 +44,7 @@ class LookaheadParams(BaseParams, ScoreParams):
         "published",
         Variant(attribute="branch_acceptance"),
         'which branch wins: "published": the one with the highest score; "verified": the one that fills most '
-        'positions, among the anchor and the branches whose lookahead token "d2f" would fill now; "exact": the one '
+        'positions, among the anchor and the branches whose lookahead token the base would fill now; "exact": the one '
         "that the base would have after this pass, so that the answer is the base's",
         graphs=GraphSupport.COMPILED,
     )
@@ -112,6 +112,13 @@ class DraftParams(LookaheadParams):
     )
 
 
+DRAFTS = (
+    # With "exact" a draw would depend on the number of its pass.
+    Rule("branch_acceptance", "temperature", (0,), ("verified",), "verified"),
+    Rule("lookahead_depth", "branch_acceptance", ("verified", "exact")),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LopaParams(DraftParams, PipelineParams):
     """LoPA over D2F."""
@@ -124,10 +131,7 @@ class Lopa(Lookaheads, BlockPipeline):
     parameters = LopaParams
     own: LopaParams
     rules = (
-        Rule(
-            "branch_acceptance", "temperature", (0,), ("verified",), "verified"
-        ),  # a draw depends on its pass's number
-        Rule("lookahead_depth", "branch_acceptance", ("verified", "exact")),
+        *DRAFTS,
         Rule("denoising_steps", "branch_acceptance", ("published",)),  # a pass that a branch saves would be counted
     )
 
@@ -196,10 +200,7 @@ class LopaCausalBlocks(Lookaheads, CausalBlocks):
 
     parameters = LopaCausalBlocksParams
     own: LopaCausalBlocksParams
-    rules = (
-        Rule("branch_acceptance", "temperature", (0,)),  # as over D2F
-        Rule("lookahead_depth", "branch_acceptance", ("exact",)),
-    )
+    rules = DRAFTS
 
     def branches_with(self, anchor: Branch, drafts: Sequence[Sequence[Fill]]) -> list[Branch]:
         *lookaheads, anchor = super().branches_with(anchor, drafts)

@@ -118,6 +118,8 @@ class Strategy(ABC):
     """Whether a window of blocks moves over the canvas and commits keys and values behind it."""
     has_one_open_block: ClassVar[bool] = False
     """Whether passes with several rows compute positions of one block alone, and commit nothing."""
+    scored_by: ClassVar[str] = "parallel"
+    """The decoding with whose attention and blocks given texts are scored."""
     computes_whole_branches: ClassVar[bool] = False
     """Whether each lookahead branch computes prompt and canvas."""
     fills_gaps: ClassVar[bool] = False

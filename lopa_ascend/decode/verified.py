@@ -76,19 +76,18 @@ class Drafts(Lookaheads):
         return None
 
 
-class VerifiedLopa(Drafts, Lopa):
+class Verified(Drafts):
     """Among the anchor and the confirmed branches, the winner is the one with the most filled positions, its own tokens
     included. Ties go to the higher branch score, then to the better rank.
 
     The anchor counts as confirmed. Another branch is confirmed if some confirmed one holds a part of its own tokens
-    (the anchor holds none of them), and D2F's fill rule, applied to the predictions for that one, fills the others.
+    (the anchor holds none of them), and the base's rule, applied to the predictions for that one, fills the others.
 
-    So D2F's fill rule has accepted every token, on predictions from accepted tokens alone. Positions may be filled in
-    another order than by D2F, so the answer may differ from D2F's.
+    So this rule has accepted every token, on predictions from accepted tokens alone. Positions may be filled in another
+    order than by the base, so the answer may differ from the base's.
     """
 
     branch_acceptance = "verified"
-    has_graphs = True
 
     def _confirmed_winner(self, predicted: Sequence[list[Fill]], scores: Sequence[Fraction]) -> tuple[int, Confirmed]:
         own = [{_place(fill) for fill in branch.own_fills} for branch in self.branches]
@@ -139,10 +138,20 @@ class Exact(Drafts):
             winner = by_tokens[following.tokens]
 
 
+class VerifiedLopa(Verified, Lopa):
+    """Over D2F."""
+
+    has_graphs = True
+
+
 class ExactLopa(Exact, Lopa):
     """Over D2F."""
 
     has_graphs = True
+
+
+class VerifiedCausalBlocks(Verified, LopaCausalBlocks):
+    """Over causal blocks."""
 
 
 class ExactCausalBlocks(Exact, LopaCausalBlocks):

@@ -29,6 +29,7 @@ from lopa_ascend.engine.profile import Profiles, RankTraces
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.engine.starter import Starter
 from lopa_ascend.graph.setup import build_executor, build_forwards
+from lopa_ascend.engine.turns import Pieces
 from lopa_ascend.hub import model_name
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.kv.prefix_cache import BlockPrefixCache, PrefixCache
@@ -105,7 +106,11 @@ class Engine:
         self._starter = Starter(self.runner, self.model_config, prepared.tokenizer, prepared.num_token_ids)
         # Not a method of the engine: the scheduler must not refer to it, so that an engine that is not used any more
         # frees its pages at once.
-        self.scheduler = Scheduler(self.limits, pool.allocator, self._starter.begin, prefix_cache)
+        pieces = None
+        if model.properties.is_causal:
+            free_tokens, reach = find_device(config.device).free_tokens, self.model_config.attention_reach
+            pieces = Pieces(self.limits.max_num_batched_tokens, free_tokens, reach)
+        self.scheduler = Scheduler(self.limits, pool.allocator, self._starter.begin, prefix_cache, pieces)
         self._step_seconds = 0.0
         self._failure: str | None = None
         """Why this rank cannot go on."""

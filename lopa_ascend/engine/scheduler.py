@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from lopa_ascend.config import Limits
 from lopa_ascend.core import Request, Sequence, Step
-from lopa_ascend.engine.turns import MAX_PREFILL_TOKENS, Turns
+from lopa_ascend.engine.turns import MAX_PREFILL_TOKENS, Pieces, Prompt, Turns
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, worst_case
 from lopa_ascend.kv.prefix_cache import Prefix, PrefixCache
 from lopa_ascend.types import PageCopy, StepRecord
@@ -37,10 +37,16 @@ class Scheduler:
         allocator: of the KV pool's pages.
         begin: makes the sequence of an admitted request.
         prefix_cache: None: no prompt is reused.
+        pieces: of the prompts of a causal model; None: prompts are computed whole.
     """
 
     def __init__(
-        self, limits: Limits, allocator: PageAllocator, begin: Begin, prefix_cache: PrefixCache | None = None
+        self,
+        limits: Limits,
+        allocator: PageAllocator,
+        begin: Begin,
+        prefix_cache: PrefixCache | None = None,
+        pieces: Pieces | None = None,
     ) -> None:
         self.limits, self.allocator, self.prefix_cache = limits, allocator, prefix_cache
         self.waiting: dict[str, Request] = {}
@@ -52,6 +58,7 @@ class Scheduler:
         self._begin = begin
         self._copies: list[PageCopy] = []
         self._turns = Turns(min(MAX_PREFILL_TOKENS, limits.max_num_batched_tokens))
+        self._pieces = pieces
 
     def add(self, request: Request) -> None:
         """Queues a request, which was checked against ``limits`` and whose id is not in use."""
@@ -151,19 +158,9 @@ class Scheduler:
     def _choose(self) -> tuple[bool, list[Sequence]]:
         """Whether the next step is a prefill step, and the sequences that take part. A decoding step has as many as
         ``max_num_batched_tokens`` allows, but at least one, whose branches together may exceed it."""
+        prompts = [sequence for sequence in self.running.values() if sequence.in_prefill]
         decodes = [sequence for sequence in self.running.values() if not sequence.in_prefill]
-        largest = self._turns.piece(decoding=bool(decodes))
-        prompts = {
-            name: min(sequence.num_computed, largest) if sequence.has_pieces else sequence.num_computed
-            for name, sequence in self.running.items()
-            if sequence.in_prefill
-        }
-        chosen_ids = self._turns.choose(prompts, bool(decodes))
-        if chosen_ids:
-            with_prompts = [self.running[request_id] for request_id in chosen_ids]
-            for sequence in with_prompts:
-                if sequence.has_pieces:
-                    sequence.plan = sequence.next_pass.piece(largest)
+        if with_prompts := self._choose_prompts(prompts, decodes):
             return True, with_prompts
         chosen: list[Sequence] = []
         num_computed = 0
@@ -173,6 +170,22 @@ class Scheduler:
                 break
             chosen.append(sequence)
         return False, chosen
+
+    def _choose_prompts(self, prompts: list[Sequence], decodes: list[Sequence]) -> list[Sequence]:
+        """The sequences whose prompts, or pieces of them, the next step computes; none if it is a decoding step."""
+        if self._pieces is None:
+            waiting = {sequence.request_id: sequence.num_computed for sequence in prompts}
+            return [self.running[request_id] for request_id in self._turns.choose(waiting, bool(decodes))]
+        left = {
+            sequence.request_id: Prompt(sequence.num_committed, len(sequence.next_pass.rows[-1].tokens))
+            for sequence in prompts
+        }
+        work = sum(self._pieces.work(sequence.num_committed, sequence.num_computed) for sequence in decodes)
+        pieces = self._pieces.pieces(left, work)
+        for request_id, size in pieces.items():
+            sequence = self.running[request_id]
+            sequence.plan = sequence.next_pass.piece(size)
+        return [self.running[request_id] for request_id in pieces]
 
     def advance(self, sequence: Sequence, record: StepRecord | None) -> None:
         """Follows a step that has updated the sequence: caches what later requests can reuse, and frees the pages that

@@ -57,7 +57,7 @@ class Starter:
         )
         sequence = Sequence(
             request=request,
-            strategy=begin_masked(start) if request.continuations else begin(start),
+            strategy=begin_masked(start, request.continuations) if request.continuations else begin(start),
             scoring=self._scoring(request),
             page_tables=page_tables,
             filters=filters_for(params, mask, (*eos, *params.stop_token_ids)),

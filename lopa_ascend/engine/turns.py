@@ -9,14 +9,19 @@ for it:
   computed.
 - Shorter prompts go first, but a prompt that was overtaken ``MAX_OVERTAKEN`` times is not overtaken again.
 
-A causal model's prompt is computed in pieces, so that no prefill step of it has more tokens than these rules allow.
+A causal model's prompts are computed in pieces (``Pieces``), each followed by a decoding step if any request decodes.
+They are so small that they do half the work of that step, so that nobody waits for two steps. A token's work is 1 for
+the products with the weights, and grows with the positions that it sees.
 
 The rules count tokens and steps, not seconds, so every rank takes the same decisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from lopa_ascend.kv.pages import PAGE_SIZE
 
 MAX_PREFILL_TOKENS = 1024
 """Most tokens of a prefill step, unless a single prompt has more. With fewer, running requests would wait less for the
@@ -44,14 +49,6 @@ class Turns:
         self._overtaken: Mapping[str, int] = {}
         """By request id: prefill steps in which a later prompt went first."""
 
-    def piece(self, *, decoding: bool) -> int:
-        """Most tokens of a prompt in one step, if it can be computed in pieces.
-
-        Args:
-            decoding: whether any request decodes.
-        """
-        return min(self.max_tokens, TOKENS_PER_DECODING_STEP) if decoding else self.max_tokens
-
     def choose(self, waiting: Mapping[str, int], decoding: bool) -> list[str]:
         """Notes that a step is made, and chooses its prompts.
 
@@ -78,8 +75,7 @@ class Turns:
         """The prompts that this step computes; none if it is a decoding step."""
         if not waiting or (decoding and self._prefilled_last):
             return []
-        # Overdue prompts in the order of their arrival; then the others, the shortest first.
-        in_order = sorted(waiting, key=lambda prompt: 0 if self._is_overdue(prompt) else waiting[prompt])
+        in_order = self._in_order(waiting)
         if not self.owed:
             return _fitting(in_order, waiting, self.max_tokens) or in_order[:1]
         # Decoding steps are still owed: short prompts may go between them, unless they would overtake an overdue one.
@@ -87,11 +83,15 @@ class Turns:
             return []
         return _fitting(in_order, waiting, min(self.max_tokens, TOKENS_PER_DECODING_STEP))
 
+    def _in_order(self, waiting: Mapping[str, int]) -> list[str]:
+        """Overdue prompts in the order of their arrival; then the others, the shortest first."""
+        return sorted(waiting, key=lambda prompt: 0 if self._is_overdue(prompt) else waiting[prompt])
+
     def _is_overdue(self, prompt: str) -> bool:
         """Whether no other prompt may go before this one any more."""
         return self._overtaken.get(prompt, 0) >= MAX_OVERTAKEN
 
-    def _count_overtaken(self, waiting: Mapping[str, int], chosen: list[str]) -> None:
+    def _count_overtaken(self, waiting: Iterable[str], chosen: Iterable[str]) -> None:
         """Counts the step for the prompts that were not chosen although a later one was."""
         last_chosen = max(index for index, prompt in enumerate(waiting) if prompt in chosen)
         overtaken: dict[str, int] = {}
@@ -100,6 +100,67 @@ class Turns:
                 times = self._overtaken.get(prompt, 0)
                 overtaken[prompt] = times + 1 if index < last_chosen else times
         self._overtaken = overtaken
+
+
+class Prompt(NamedTuple):
+    """What is left of a prompt that is computed in pieces."""
+
+    start: int
+    """The positions before are computed."""
+    length: int
+    """Positions from there on."""
+
+
+class Pieces(Turns):
+    """Chooses the pieces of prompts of each step, for a causal model.
+
+    Args:
+        max_tokens: most tokens of a step, if there are fewer than ``MAX_PREFILL_TOKENS``.
+        free_tokens: see ``backend.device.Device``; a step has so many even if they do more work.
+        reach: see ``ModelConfig.attention_reach``.
+    """
+
+    def __init__(self, max_tokens: int, free_tokens: int, reach: int) -> None:
+        super().__init__(min(MAX_PREFILL_TOKENS, max_tokens))
+        self.free_tokens, self.reach = free_tokens, reach
+
+    def work(self, start: int, length: int) -> float:
+        """The work of the positions from ``start`` on."""
+        return length * (1 + start / self.reach)
+
+    def pieces(self, waiting: Mapping[str, Prompt], decoding: float) -> dict[str, int]:
+        """Notes that a step is made, and chooses its pieces.
+
+        Args:
+            waiting: by request id, in the order of arrival.
+            decoding: the work of the decoding step that comes next; 0 if no request decodes.
+
+        Returns:
+            By request id, how many positions the step computes; none if it is a decoding step.
+        """
+        found: dict[str, int] = {}
+        if waiting and not (decoding and self._prefilled_last):
+            found = self._pieces(waiting, decoding)
+            self._count_overtaken(waiting, found)
+        self._prefilled_last = bool(found)
+        return found
+
+    def _pieces(self, waiting: Mapping[str, Prompt], decoding: float) -> dict[str, int]:
+        found: dict[str, int] = {}
+        num_tokens, work = self.max_tokens, decoding / 2
+        for name in self._in_order({name: prompt.length for name, prompt in waiting.items()}):
+            start, length = waiting[name]
+            size = min(num_tokens, length)
+            if decoding:
+                allowed = int(work / self.work(start, 1))
+                # A piece within one page reads the positions before it once.
+                size = min(size, PAGE_SIZE - start % PAGE_SIZE, allowed if found else max(allowed, self.free_tokens))
+            if size <= 0:
+                break
+            found[name] = size
+            num_tokens -= size
+            work -= self.work(start, size)
+        return found
 
 
 def _fitting(prompts: list[str], num_tokens: Mapping[str, int], budget: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The log probabilities of given continuations of a prompt, in the one pass over masks that their request makes."""
+"""The log probabilities of given continuations of a prompt, in the passes that their request makes."""
 
 from __future__ import annotations
 
@@ -24,27 +24,41 @@ class ContinuationScorer:
     """The ranks that hold the same part of the model."""
 
     def score(self, sequence: Sequence, part: Part, job: Job) -> tuple[tuple[float, ...], ...]:
-        """For each continuation the log probability of each of its tokens, in nats, on every rank.
+        """For each continuation the log probability of each of its tokens that is known after this pass, in nats, on
+        every rank.
 
-        It is that of the model's distribution at the token's place, where all places are masked.
+        It is that of the model's distribution at the token's place, where all places are masked; or in a causal pass
+        behind the tokens before it.
 
         Args:
             part: what this rank's group computed: the one row.
             job: what this rank's group predicted.
         """
-        continuations = sequence.request.continuations
-        pairs = [(place, token) for tokens in continuations for place, token in enumerate(tokens)]
-        found = torch.zeros(len(pairs), device=self.model.head.device)
-        if self.bp.rank == 0:  # the row's home
-            places, tokens = torch.tensor(pairs, device=found.device).T
-            found = self._logprobs(job, torch.from_numpy(part.order), places, tokens)
-        values = iter(self.bp.broadcast(found, 0, "continuations").tolist())
-        return tuple(tuple(next(values) for _ in tokens) for tokens in continuations)
+        [row], first = part.share.plan.rows, len(sequence.request.prompt)
+        texts = sequence.request.continuations
+        known = [list(values) for values in sequence.continuation_logprobs or [()] * len(texts)]
+        read = row.tokens[max(0, first - row.start) :] if row.is_causal else ()
+        places = [position - first for position in row.masked]
+        asked = [
+            (index, text[place], values)
+            for text, values in zip(texts, known, strict=True)
+            for index, place in enumerate(places)
+            if len(values) <= place < len(text) and text[: min(place, len(read))] == read[:place]
+        ]
+        if asked:
+            found = torch.zeros(len(asked), device=self.model.head.device)
+            if self.bp.rank == 0:  # the row's home
+                columns = torch.tensor([(index, token) for index, token, _ in asked], device=found.device).T
+                found = self._logprobs(job, torch.from_numpy(part.order), *columns)
+            for (*_, values), value in zip(asked, self.bp.broadcast(found, 0, "continuations").tolist(), strict=True):
+                values.append(value)
+        return tuple(map(tuple, known))
 
     def _logprobs(self, job: Job, order: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-        """Float32 [n] for the pairs of places in the answer and token ids, int64 [n].
+        """Float32 [n] for the pairs of predicted places and token ids, int64 [n].
 
         Args:
+            places: by their numbers in the row.
             order: for each place the index of its hidden state in ``job``.
         """
         columns = tokens - self.model.first_token_id

@@ -5,6 +5,7 @@
     bench decode --random --windows full block_causal --floors
     bench decode --requests 1 8 32 --cached-prompts   what decoding requests together gains
     bench decode --prompt-tokens 200 600              how long a step with a long prompt makes others wait
+    bench decode --requests 16 --new-tokens 4000 --arriving 16384   and one that comes in while these decode
     bench decode --graph-mode inductor --branches 3   compiled steps; minutes of compilation first
 
 A model without a tokenizer gets prompts of 128 random token ids. --random decodes with a random Dream of 125 M
@@ -17,6 +18,10 @@ so other work on the machine disturbs them little. The columns:
   cpu s, wall s      CPU seconds of all answers, the median of the rounds; and seconds by the clock of the same decode
   tokens/s           tokens of answers for each CPU second
   longest step       CPU milliseconds; every other request waits so long
+
+With --arriving there are a step of the others before the prompt comes in, how long they wait for their next step while
+it does (at most, and the 99th percentile), the stall (the longest wait in steps), and CPU seconds and steps until the
+prompt is computed.
 
 Below it the CPU milliseconds of an engine step by part; --floors adds the least time that each part could take, by
 peaks of this machine that are measured in the same run (scripts/bench/parts.py). Compiled steps cannot be divided: of
@@ -112,6 +117,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--params", nargs="+", default=[], metavar="NAME=VALUE", help="decoding parameters, such as tau_conf=0.8"
     )
+    parser.add_argument(
+        "--arriving", type=number_from(1), metavar="N", help="let a prompt of N tokens come in while others decode"
+    )
     parser.add_argument("--floors", action="store_true", help="measure the machine's peaks (seconds), and print floors")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
@@ -159,7 +167,7 @@ def measure_all(args: argparse.Namespace, engine: dict[str, Any], given: dict[st
         engine: further settings of the engine.
         given: further decoding parameters.
     """
-    from scripts.bench.measure import Case, decode, middle
+    from scripts.bench.measure import Case, arrive, decode, middle
     from scripts.bench.parts import measure_peaks
     from scripts.bench.workload import RANDOM_MODEL, write_random_model
 
@@ -182,18 +190,25 @@ def measure_all(args: argparse.Namespace, engine: dict[str, Any], given: dict[st
     for case in cases:  # first calls take longer
         first_block = replace(params[case], max_new_tokens=min(args.new_tokens, params[case].block_size))
         llm.generate(prompts[case][:1], first_block, quiet=True)
-    for _ in range(args.rounds):
-        for case, decodes in found.items():
-            decodes.append(decode(llm, prompts[case], params[case], case.requests, cached=args.cached_prompts))
-    peaks = measure_peaks(llm.engine.runner.model.head.dtype) if args.floors else None
-    llm.close()
-    return {
+    about = {
         "machine": describe_machine(),
         "model": "random" if args.random else str(args.model or "bundled"),
         "dtype": args.dtype or llm.config.dtype,
         "threads": args.threads,
         "graph_mode": args.graph_mode,
         "start_seconds": round(start_seconds, 2),
+    }
+    if args.arriving:
+        [long] = text_prompts(llm, 1, args.arriving)
+        arrivals = [_of_case(case) | arrive(llm, prompts[case], params[case], long) for case in cases]
+        llm.close()
+        return about | {"arrivals": arrivals}
+    for _ in range(args.rounds):
+        for case, decodes in found.items():
+            decodes.append(decode(llm, prompts[case], params[case], case.requests, cached=args.cached_prompts))
+    peaks = measure_peaks(llm.engine.runner.model.head.dtype) if args.floors else None
+    llm.close()
+    return about | {
         "decodes": [
             describe_case(case, middle(decodes), len(prompts[case][0]), peaks) for case, decodes in found.items()
         ],
@@ -207,7 +222,7 @@ def load(model: Path | None, args: argparse.Namespace, engine: dict[str, Any], p
 
     options: dict[str, Any] = {
         "enable_prefix_caching": args.cached_prompts,
-        "max_num_seqs": max(args.requests),
+        "max_num_seqs": max(args.requests) + bool(args.arriving),
         "threads": args.threads,
         "graph_mode": args.graph_mode,
     }
@@ -257,13 +272,20 @@ def case_prompts(llm: LLM, case: Case, args: argparse.Namespace) -> list[list[in
 
 def describe_case(case: Case, found: Decode, prompt_tokens: int, peaks: Peaks | None) -> dict[str, Any]:
     """What was decoded, and the figures."""
+    known = {"block_size": found.params.block_size}
+    if case.prompt_tokens is None:
+        known["prompt_tokens"] = prompt_tokens
+    return {**_of_case(case), **known, **found.as_json(peaks)}
+
+
+def _of_case(case: Case) -> dict[str, Any]:
+    """What distinguishes a case."""
     return {
         "k": case.k,
         "window": case.window,
-        "block_size": found.params.block_size,
+        "block_size": case.block_size,
         "requests": case.requests,
-        "prompt_tokens": prompt_tokens if case.prompt_tokens is None else case.prompt_tokens,
-        **found.as_json(peaks),
+        "prompt_tokens": case.prompt_tokens,
     }
 
 
@@ -272,6 +294,12 @@ def print_tables(report: dict[str, Any]) -> None:
     of_all = (f"{name} {report[name]}" for name in ("model", "dtype", "threads", "graph_mode", "start_seconds"))
     print(f"{report['machine']['processor']}: {', '.join(of_all)}\n")
     keys = ("k", "window", "block_size", "requests", "prompt_tokens")
+    if "arrivals" in report:
+        names = list(report["arrivals"][0])
+        print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|")
+        for one in report["arrivals"]:
+            print(f"| {' | '.join(map(str, one.values()))} |")
+        return
     decodes = report["decodes"]
     print(f"| {' | '.join((*keys, *HEADINGS))} |\n{'|---' * (len(keys) + len(HEADINGS))}|")
     for one in decodes:

@@ -11,9 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.core import Request
+from lopa_ascend.engine.engine import Engine
 from lopa_ascend.probe import PartTimes
-from lopa_ascend.types import GenerationOutput, GraphStats
+from lopa_ascend.types import GenerationOutput, GraphStats, Update
 from scripts.bench.parts import Parts, Peaks, measure_parts
+
+ORDINARY_STEPS = 40
+"""Steps by which an ordinary one is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +147,65 @@ def _measured(llm: LLM, run: Callable[[], object]) -> tuple[dict[str, float], Pa
         total = time.process_time() - started
         runner.set_probe(probe)
     return {**times.seconds, "compiled steps and host": total - sum(times.seconds.values())}, None
+
+
+def arrive(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: DecodingParams, arriving: Sequence[int]
+) -> dict[str, float]:
+    """Lets a prompt come in while others are decoded.
+
+    Args:
+        llm: the model.
+        prompts: token ids of the others.
+        params: of every request.
+        arriving: token ids of the prompt.
+
+    Returns:
+        In CPU milliseconds the median step of the others before, and the longest and the 99th percentile of the times
+        between two steps of theirs while the prompt is computed; ``stall``: the longest one divided by the median step;
+        CPU seconds and steps until the prompt is computed.
+
+    Raises:
+        RuntimeError: the others ended before.
+    """
+    engine, name = llm.engine, "arriving"
+    others = {f"other {number}": tuple(prompt) for number, prompt in enumerate(prompts)}
+    for request_id, prompt in others.items():
+        engine.add(Request(request_id, prompt, params))
+    try:
+        while any(sequence.in_prefill for sequence in engine.scheduler.running.values()) or engine.scheduler.waiting:
+            engine.step()
+        ordinary = sorted(seconds for seconds, _ in itertools.islice(_steps(engine), ORDINARY_STEPS))
+        engine.add(Request(name, tuple(arriving), params))
+        waits, waited, total, count = list[float](), 0.0, 0.0, 0
+        for seconds, updates in _steps(engine):
+            waited, total, count = waited + seconds, total + seconds, count + 1
+            if any(update.finish_reason for update in updates):
+                raise RuntimeError("a request ended before the prompt was computed: ask for more --new-tokens")
+            if any(update.request_id in others for update in updates):
+                waits, waited = [*waits, waited], 0.0
+                if not (engine.scheduler.waiting or engine.scheduler.running[name].in_prefill):
+                    break
+    finally:
+        for request_id in (name, *others):
+            engine.abort(request_id)
+    step, waits = ordinary[len(ordinary) // 2], sorted(waits)
+    return {
+        "step_ms": round(1000 * step, 1),
+        "longest_wait_ms": round(1000 * waits[-1], 1),
+        "p99_wait_ms": round(1000 * waits[int(0.99 * len(waits))], 1),
+        "stall": round(waits[-1] / step, 2),
+        "cpu_seconds": round(total, 1),
+        "steps": count,
+    }
+
+
+def _steps(engine: Engine) -> Iterator[tuple[float, list[Update]]]:
+    """Makes steps: CPU seconds and updates of each."""
+    while True:
+        started = time.process_time()
+        updates = engine.step()
+        yield time.process_time() - started, updates
 
 
 @contextmanager

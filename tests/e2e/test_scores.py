@@ -65,6 +65,22 @@ def test_of_block_causal_models_the_first_block_is_that_of_the_first_pass(family
     assert max(twice) < 0
 
 
+@pytest.mark.parametrize("max_num_batched_tokens", [40, 2048])
+def test_a_causal_model_predicts_each_token_from_those_before_it(max_num_batched_tokens: int) -> None:
+    llm = LLM(GOLDEN / "nemotron/model_a", threads=1, max_num_batched_tokens=max_num_batched_tokens)
+    params = llm.params(decoding="ar", max_new_tokens=6, top_logprobs=5, ignore_eos=True)
+    prompt = list(range(20, 95))
+    (output,) = llm.generate([prompt], params, quiet=True)
+    ids, places = list(output.token_ids), output.alternatives
+    others = [[*ids[:place], places[place][rank][0]] for place, rank in ((0, 1), (1, 3), (3, 1), (5, 4))]
+    found = llm.score(prompt, [ids, *others, ids[:4]], llm.params(decoding="causal_blocks", block_size=4))
+    likely = [probs[0][1] for probs in places]
+    expected = [likely, *([*likely[:p], places[p][r][1]] for p, r in ((0, 1), (1, 3), (3, 1), (5, 4))), likely[:4]]
+    for values, probs in zip(found, expected, strict=True):
+        assert torch.tensor(values).exp().tolist() == pytest.approx(probs, rel=1e-3)
+    assert llm.engine.stats().pages_in_use == 0
+
+
 def _compare_with_decoding(llm: LLM, fields: dict[str, Any], length: int) -> None:
     """Compares with the most probable tokens of a pass that fills everything."""
     params = llm.params(**fields, max_new_tokens=length, tau_conf=0.0, top_logprobs=9, num_branches=0, ignore_eos=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,8 @@ from tests.unit.paper_scheduler import Paper, limits, record
 
 SAME = ModelProperties(logit_shift=0, attention="block_causal")
 SHIFTED = ModelProperties(logit_shift=1, attention="block_causal")
+PHASED = ModelProperties(logit_shift=0, attention="block_causal", grid="prompt", ends_on_grid=False)
+CAUSAL = ModelProperties(logit_shift=0, attention="causal")
 Tokens = tuple[int, ...]
 
 
@@ -27,9 +30,9 @@ def key(tokens: Tokens, block_size: int = 4) -> Prefix:
     return Prefix("block_causal", block_size, 0, tokens)
 
 
-def beginnings(tokens: Tokens, block_size: int) -> set[Tokens]:
+def beginnings(tokens: Tokens, block_size: int, phase: int = 0) -> set[Tokens]:
     """The plain model of an entry: all its beginnings in whole blocks."""
-    return {tokens[:end] for end in range(block_size, len(tokens) + 1, block_size)}
+    return {tokens[:end] for end in range(phase or block_size, len(tokens) + 1, block_size)}
 
 
 # A sequence is a path in a small tree: few different pieces, so that much is in common.
@@ -145,25 +148,37 @@ chats = st.lists(
 )
 
 
+Grid = tuple[int, int]
+"""(length of a block; where the first whole one begins)."""
+
+
 @dataclass
 class BlockPaper(Paper):
     """Commits answers of the token 1, block by block."""
 
     properties: ModelProperties = SAME
     requests: dict[str, Request] = field(default_factory=dict)
-    known: dict[int, set[Tokens]] = field(default_factory=dict)  # by block size: what a cache without bound would have
-    numbers: dict[tuple[int, Tokens], int] = field(default_factory=dict)
+    known: dict[Grid, set[Tokens]] = field(default_factory=dict)  # what a cache without bound would have
+    numbers: dict[tuple[Grid, int, Tokens], int] = field(default_factory=dict)
 
     def final_tokens(self, request: Request) -> Tokens:
         return (*request.prompt, *[1] * (request.limit - len(request.prompt)))
 
     def content(self, request: Request) -> list[object]:
-        """For each position a tag for its block size and the tokens up to the end of its block."""
-        size, tokens = request.params.block_size, self.final_tokens(request)
-        tags: list[object] = []
-        for end in range(size, request.limit + 1, size):
-            tags += [self.numbers.setdefault((size, tokens[:end]), len(self.numbers))] * size
+        """For each position a tag for its grid and the tokens up to the end of its block."""
+        grid, tokens = self.grid(request), self.final_tokens(request)
+        tags, tag, (size, phase) = list[object](), 0, grid
+        ends = [0, *range(phase or size, request.limit + 1, size)]
+        for begin, end in pairwise(ends):
+            tag = self.numbers.setdefault((grid, tag, tokens[begin:end]), len(self.numbers) + 1)
+            tags += [tag] * (end - begin)
         return tags
+
+    def grid(self, request: Request) -> Grid:
+        if self.properties.is_causal:
+            return 1, 0
+        size = request.params.block_size
+        return size, len(request.prompt) % size if self.properties.grid == "prompt" else 0
 
     def held(self, table: list[int], end: int) -> list[object]:
         return [tag for page in table[: pages_for(end)] for tag in self.pages[page]][:end]
@@ -201,20 +216,19 @@ class BlockPaper(Paper):
         for table in tables:
             assert self.held(table, committed) == content[:committed]
         for end in [request.origin] * (start < request.origin) + [committed] * done:
-            self.known.setdefault(request.params.block_size, set()).update(
-                beginnings(tokens[:end], request.params.block_size)
-            )
+            grid = self.grid(request)
+            self.known.setdefault(grid, set()).update(beginnings(tokens[:end], *grid))
         if done:
             del self.running[request.request_id]
 
     def begin(self, request: Request, page_tables: PageTables, entry: Prefix | None) -> Sequence:
         """Checks what was found: all that was computed, if there are pages enough."""
-        size, tokens = request.params.block_size, request.prompt
-        if self.properties.logit_shift and len(tokens) % size == 0:
-            tokens = tokens[:-size]
-        longest = max(beginnings(tokens, size) & self.known.get(size, set()), key=len, default=())
+        grid, tokens = self.grid(request), request.prompt
+        if (self.properties.logit_shift or self.properties.is_causal) and len(tokens) % grid[0] == 0:
+            tokens = tokens[: -grid[0]]
+        longest = max(beginnings(tokens, *grid) & self.known.get(grid, set()), key=len, default=())
         num_cached = 0 if entry is None else len(entry.tokens)
-        assert num_cached in range(0, len(longest) + 1, size)
+        assert not num_cached or tokens[:num_cached] in beginnings(longest, *grid)
         assert num_cached == len(longest) or self.scheduler.limits.num_pages < 1000
         return super().begin(request, page_tables, entry)
 
@@ -223,7 +237,8 @@ class BlockPaper(Paper):
             for index, chat in enumerate(arriving):
                 name = f"r{index}"
                 if chat.step == step:
-                    params = DecodingParams(num_branches=chat.slots - 1, block_size=chat.size, max_new_tokens=chat.new)
+                    new = chat.new if self.properties.ends_on_grid else pages_for(chat.new) * PAGE_SIZE
+                    params = DecodingParams(num_branches=chat.slots - 1, block_size=chat.size, max_new_tokens=new)
                     self.requests[name] = Request(name, chat.prompt, params, properties=self.properties)
                     self.running[name] = chat  # type: ignore[assignment]
                     self.scheduler.add(self.requests[name])
@@ -245,7 +260,9 @@ def block_paper(seed: int, properties: ModelProperties, num_pages: int) -> Block
 
 
 @settings(max_examples=examples(100))
-@given(chats, st.integers(0, 10**6), st.sampled_from([SAME, SHIFTED]), st.sampled_from([20, 24, 40, 2000]))
+@given(
+    chats, st.integers(0, 10**6), st.sampled_from([SAME, SHIFTED, PHASED, CAUSAL]), st.sampled_from([20, 24, 40, 2000])
+)
 def test_shared_beginnings_hold_the_right_keys_and_values(
     arriving: list[Chat], seed: int, properties: ModelProperties, num_pages: int
 ) -> None:
@@ -268,6 +285,13 @@ def test_a_system_prompt_is_computed_once(properties: ModelProperties, rest: int
     run.drive_chats([Chat(0, (5,) * 304, 2, 8, 1, 4, None), Chat(25, (5,) * 304, rest, 8, 3, 4, None)])
     assert run.scheduler.prefix_queries == 306 + 304 + rest
     assert run.scheduler.prefix_hits == cached
+
+
+def test_a_grid_from_the_prompts_end_is_shared_where_its_phase_is_the_same() -> None:
+    run = block_paper(0, PHASED, 2000)
+    lengths = (302, 303, 306, 310)
+    run.drive_chats([Chat(10 * step, (5,) * 300, n - 300, 8, 1, 4, None) for step, n in enumerate(lengths)])
+    assert run.scheduler.prefix_hits == 302 + 306, "302, 306 and 310 positions are 2 more than whole blocks, 303 are 3"
 
 
 def test_the_next_turn_of_a_conversation_finds_prompt_and_answer() -> None:

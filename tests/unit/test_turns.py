@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import random
 
-from lopa_ascend.engine.turns import MAX_OVERTAKEN, TOKENS_PER_DECODING_STEP, Turns
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lopa_ascend.engine.turns import MAX_OVERTAKEN, TOKENS_PER_DECODING_STEP, Pieces, Prompt, Turns
+from lopa_ascend.kv.pages import PAGE_SIZE
+from tests.tiers import examples
 
 LONG = {"long": 10 * TOKENS_PER_DECODING_STEP}
 
@@ -102,3 +107,45 @@ def test_every_prompt_goes_at_last_and_decoding_goes_on() -> None:
         assert tokens_since_decoding <= max(limit, *tokens, 0)
         waiting = {name: tokens for name, tokens in waiting.items() if name not in chosen}
         assert all(step - arrived[name] < 1000 for name in waiting)
+
+
+def test_pieces_do_half_the_work_of_the_decoding_step_beside_them_but_few_tokens_in_any_case() -> None:
+    turns = Pieces(1024, free_tokens=16, reach=1000)
+    waiting = {"a": Prompt(0, 16000), "b": Prompt(3000, 90), "c": Prompt(0, 10)}
+    assert turns.pieces(waiting, decoding=100) == {"c": 10, "b": 10}, "a token of b does the work of four"
+    assert turns.pieces(waiting, decoding=100) == {}, "a decoding step"
+    assert turns.pieces({"a": Prompt(3000, 16000)}, decoding=100) == {"a": 16}
+    turns.pieces({}, decoding=100)
+    assert turns.pieces({"a": Prompt(120, 16000)}, decoding=500) == {"a": PAGE_SIZE - 120}, "up to the page's end"
+    assert turns.pieces(waiting, decoding=0) == {"c": 10, "b": 90, "a": 924}, "nobody waits"
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 3000)), min_size=1, max_size=8),
+    st.integers(1, 2000),
+    st.integers(1, 128),
+    st.sampled_from([0, 1, 40, 500, 5000]),
+)
+def test_pieces_make_up_all_prompts_and_keep_to_the_limits(
+    arriving: list[tuple[int, int]], max_tokens: int, free_tokens: int, decoding: int
+) -> None:
+    turns, left, first, decoded = Pieces(max_tokens, free_tokens, 4000), dict[str, Prompt](), dict[str, int](), True
+    for step in range(100_000):
+        left |= {str(i): Prompt(0, length) for i, (at, length) in enumerate(arriving) if at == step}
+        found = turns.pieces(left, decoding)
+        assert decoded or not found or not decoding, "a decoding step comes after each piece"
+        decoded = not found
+        assert sum(found.values()) <= min(max_tokens, 1024)
+        work = sum(turns.work(left[name].start, size) for name, size in found.items())
+        assert not decoding or len(found) < 2 or work <= max(decoding / 2, turns.work(3000, free_tokens))
+        for name, size in found.items():
+            assert size > 0
+            first.setdefault(name, step)
+            start, length = left.pop(name)
+            if size < length:
+                left[name] = Prompt(start + size, length - size)
+        if step > 30 and not left:
+            break
+    assert len(first) == len(arriving)
+    assert not left

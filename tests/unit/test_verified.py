@@ -210,7 +210,7 @@ def test_exact_is_causal_blocks(setup: dict, seed: int, depth: int) -> None:
     assert exact[3][: len(order)] == order
 
 
-@pytest.mark.parametrize("acceptance", ["published", "exact"])
+@pytest.mark.parametrize("acceptance", ["published", "verified", "exact"])
 @pytest.mark.parametrize("properties", CAUSAL)
 def test_lookahead_branches_stay_in_the_block_whose_commit_is_the_anchors(
     acceptance: str, properties: ModelProperties
