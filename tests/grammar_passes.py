@@ -33,6 +33,9 @@ DECODINGS: dict[str, dict[str, Any]] = {
     "sdar dynamic": {"decoding": "d2f", "tau_add": 1.0, "tau_conf": 0.85, "block_size": 4},
     "sdar sequential": {"decoding": "d2f", "tau_add": 1.0, "acceptance": "sequential", "block_size": 4},
     "sdar, exact": {"num_branches": 3, "branch_acceptance": "exact", "block_size": 4},
+    "s2d2": {"decoding": "s2d2", "block_size": 4},
+    "s2d2, score": {"decoding": "s2d2", "block_size": 4, "routing": "score", "routing_cost": 2.0},
+    "s2d2, fast_dllm_v2": {"decoding": "s2d2", "base": "fast_dllm_v2", "sub_block_size": 4},
 }
 
 
