@@ -74,6 +74,11 @@ class RowPlan:
         """The position after the last one of the row."""
         return self.start + len(self.tokens)
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether no position sees one behind it."""
+        return self.causal_end >= self.end
+
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
