@@ -31,8 +31,13 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "sdar": [
         {"decoding": "d2f", "tau_add": 1.0, "tau_conf": 0.85, "block_size": 4},
         {"num_branches": 3, "block_size": 4},
+        {"decoding": "s2d2", "block_size": 4},
     ],
-    "fast_dllm_v2": [{"decoding": "fast_dllm_v2"}, {"base": "fast_dllm_v2", "temperature": 1.0, "seed": 1}],
+    "fast_dllm_v2": [
+        {"decoding": "fast_dllm_v2"},
+        {"base": "fast_dllm_v2", "temperature": 1.0, "seed": 1},
+        {"decoding": "s2d2", "base": "fast_dllm_v2", "window_attention": "causal"},
+    ],
     "pangu": [
         {"decoding": "ar"},
         {"decoding": "causal_blocks", "tau_conf": 0.3},
