@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from lopa_ascend.config import ModelConfig, YarnConfig
 from lopa_ascend.config.files import Fields
 from lopa_ascend.families import dream
-from lopa_ascend.families.family import Family
+from lopa_ascend.families.family import Family, shape
 from lopa_ascend.families.table import HEAD, Row
 from lopa_ascend.types import ModelProperties
 
@@ -48,6 +49,13 @@ def _complete(fields: Fields, config: ModelConfig) -> ModelConfig:
     return replace(config, yarn=yarn)
 
 
+def _rope(theta: float) -> dict[str, Any]:
+    """As in the published checkpoints."""
+    yarn = {"factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0, "beta_slow": 1.0}
+    scale = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+    return {"rope_type": "yarn", "rope_theta": theta, **yarn, **scale}
+
+
 FAMILY = Family(
     model_type="nemotron_labs_diffusion",
     checkpoints=("Nemotron-Labs-Diffusion",),
@@ -60,4 +68,20 @@ FAMILY = Family(
     complete=_complete,
     recommended={"decoding": "causal_blocks", "tau_conf": 0.9, "sub_block_size": 32},
     source="the sampler of Nemotron-Labs-Diffusion",
+    sizes={
+        "3B": shape(3072, 9216, 26, 32, 8, rope_parameters=_rope(1e6)),
+        "8B": shape(4096, 14336, 34, 32, 8, rope_parameters=_rope(1e6)),
+        "14B": shape(5120, 16384, 40, 32, 8, rope_parameters=_rope(1e9)),
+    },
+    published={
+        "architectures": ["NemotronLabsDiffusionModel"],
+        "block_size": 32,
+        "dlm_paradigm": "bidirectional",
+        "eos_token_id": 11,
+        "head_dim": 128,
+        "mask_token_id": 100,
+        "max_position_embeddings": 262144,
+        "rope_theta": None,
+        "vocab_size": 131072,
+    },
 )
