@@ -47,7 +47,7 @@ class Family:
     unused: frozenset[str] = frozenset()
     """Fields of its own that change nothing here, and fields of Qwen2 that ``complete`` reads in another way."""
     own_rope: frozenset[str] = frozenset()
-    """Further fields of ``rope_parameters`` that ``complete`` reads, with "rope_type"."""
+    """Further fields of ``rope_parameters`` that ``complete`` reads, with "rope_type" or its older name "type"."""
     complete: Callable[[Fields, ModelConfig], ModelConfig] | None = None
     """Adds what only this family has, such as experts, to the configuration that was read."""
     end_tokens: tuple[str, ...] = ()

@@ -27,7 +27,14 @@ _YARN = ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim", "origin
 
 
 def _complete(fields: Fields, config: ModelConfig) -> ModelConfig:
-    rope = Fields(fields.get("rope_parameters", {}), f"{fields.source}: rope_parameters")
+    parameters = fields.get("rope_parameters", {})
+    if fields.get("rope_scaling", parameters) != parameters:  # transformers writes both, or the former alone
+        raise fields.error("rope_scaling", "the same as rope_parameters, or none")
+    rope = Fields(
+        parameters, f"{fields.source}: rope_parameters", {} if "rope_type" in parameters else {"rope_type": "type"}
+    )
+    if not rope.has("rope_theta") and not fields.has("rope_theta") or config.rope_theta <= 1:
+        raise rope.error("rope_theta", "a number above 1")
     rope.expect("rope_type", ("yarn", "default"), default="default")
     if rope.get("rope_type", "default") == "default":
         return config
@@ -62,7 +69,11 @@ FAMILY = Family(
     table=TABLE,
     properties=ModelProperties(logit_shift=0, attention="causal"),
     defaults={"attention_bias": False, "block_size": 32, "mask_token_id": 100, "rms_norm_eps": 1e-5},
-    only={"dlm_paradigm": ("bidirectional", "autoregressive", None), "sliding_window": (None,)},
+    only={
+        "attention_bias": (False, None),
+        "dlm_paradigm": ("bidirectional", "autoregressive", None),
+        "sliding_window": (None,),
+    },
     unused=frozenset({"ar_loss_weight", "dlm_loss_weight", "dp_varying_mask_ratio", "rope_scaling"}),
     own_rope=frozenset({*_YARN, "attention_factor", "llama_4_scaling_beta"}),
     complete=_complete,
@@ -85,3 +96,12 @@ FAMILY = Family(
         "vocab_size": 131072,
     },
 )
+AUTOREGRESSIVE = replace(
+    FAMILY,
+    name="nemotron_labs_diffusion_ar",
+    claims=lambda config: config.get("dlm_paradigm") == "autoregressive",
+    properties=replace(FAMILY.properties, fills_blocks=False),
+    recommended={"decoding": "ar"},
+    sizes={},
+)
+"""One that was not trained to fill blocks."""

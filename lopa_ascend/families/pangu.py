@@ -21,6 +21,7 @@ FAMILY = Family(
     ),
     properties=ModelProperties(logit_shift=1, attention="causal"),
     names={"attention_bias": "bias"},
+    only={"sliding_window": (None,)},
     defaults={"attention_bias": True, "block_size": 32, "mask_token_id": 45830, "rms_norm_eps": 1e-5},
     recommended={"decoding": "causal_blocks", "tau_conf": 0.9, "sub_block_size": 8},
     source="the card of openPangu-R-7B-Diffusion",

@@ -51,7 +51,7 @@ def register_family(family: Family) -> None:
 
 for module in (dream, dream_reasoner, fast_dllm2, llada, llada2, nemotron, orthrus, pangu, sdar, stable_diffcoder):
     register_family(module.FAMILY)
-for member in (*a2d.FAMILIES, orthrus.QWEN3):
+for member in (*a2d.FAMILIES, nemotron.AUTOREGRESSIVE, orthrus.QWEN3):
     register_family(member)
 
 

@@ -14,7 +14,7 @@ FAMILY = Family(
     table=dream.TABLE,
     properties=ModelProperties(logit_shift=0, attention="block_causal", ends_on_grid=False, schedule="masks"),
     defaults={"attention_bias": False, "block_size": 4, "mask_token_id": 5},
-    only={"attention_bias": (False, None)},
+    only={"attention_bias": (False, None), "sliding_window": (None,)},
     unused=frozenset({"layer_norm_eps"}),
     recommended={"decoding": "d2f", "tau_add": 1.0, "tau_conf": 0.95},
     source="the modelling file of Stable-DiffCoder",
