@@ -80,7 +80,8 @@ def open_adapter(path: str | Path, model: Tensors, architecture: str = "") -> Ad
     if base := settings.values.get(_BASE):
         # Models of equal shapes take each other's adapters, and answer worse.
         family = family_of_checkpoint(str(base))
-        if architecture in FAMILIES and family not in (None, architecture):
+        own = FAMILIES.get(architecture)
+        if own and family and FAMILIES[family].checkpoints != own.checkpoints:
             raise settings.error(_BASE, f"is {shown(base)}, a {family} model, expected a {architecture} model")
         logger.info("%s: an adapter that was trained on %s", path, shown(base))
     deltas: dict[str, Delta] = {}

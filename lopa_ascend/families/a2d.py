@@ -6,12 +6,13 @@ is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lopa_ascend.config import ConfigError
 from lopa_ascend.families import dream, sdar
-from lopa_ascend.families.family import Family
+from lopa_ascend.families.family import Family, shape
 from lopa_ascend.types import ModelProperties
 
 _MDLM = ModelProperties(logit_shift=0, attention="full", fills_as_llada=True, schedule="linear")
@@ -19,17 +20,28 @@ _BD3LM = ModelProperties(logit_shift=0, attention="block_causal", grid="prompt",
 _SOURCE = "the samplers of dLLM"
 
 
-def _named(way: str) -> Callable[[Mapping[str, Any]], bool]:
-    def claims(config: Mapping[str, Any]) -> bool:
-        name = str(config.get("_name_or_path", ""))
-        if "mdlm" not in name and "bd3lm" not in name:
-            raise ConfigError(
-                f"{name.strip()}: config.json does not say how a Tiny-A2D model decodes; name the directory so that it "
-                "contains mdlm or bd3lm, as its published name does"
-            )
-        return way in name
+_SIZES = {
+    "qwen3": {"0.6B": shape(1024, 3072, 28, 16, 8, head_dim=128, max_position_embeddings=40960)},
+    "qwen2": {"0.5B": shape(896, 4864, 24, 14, 2, max_position_embeddings=32768)},
+}
 
-    return claims
+
+def _named(way: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda config: _way(str(config.get("_name_or_path", ""))) == way
+
+
+def _way(name: str) -> str:
+    """The one that the last part of a name says that says any."""
+    for part in reversed(re.split(r"[\\/\s]", name.lower())):
+        found = [way for way in ("mdlm", "bd3lm") if way in part]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            break
+    raise ConfigError(
+        f"{name.strip()}: config.json does not say how a Tiny-A2D model decodes; give the directory a name with mdlm "
+        "or bd3lm in it, as the published ones have"
+    )
 
 
 def _family(network: str, way: str) -> Family:
@@ -50,6 +62,13 @@ def _family(network: str, way: str) -> Family:
         if is_mdlm
         else {"decoding": "d2f", "tau_add": 1.0, "tau_conf": 1.0},
         source=_SOURCE,
+        sizes=_SIZES[network],
+        published={
+            "architectures": [f"A2D{network.title()}LMHeadModel"],
+            "eos_token_id": 151645,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lopa_ascend.families.family import Family
+from lopa_ascend.families.family import Family, shape
 from lopa_ascend.families.table import HEAD, Row, Table
 from lopa_ascend.types import DREAM
 
@@ -36,4 +36,12 @@ FAMILY = Family(
     checkpoints=("Dream-v0", "Dream-Coder", "DiffuCoder", "DreamOn"),
     table=TABLE,
     properties=DREAM,
+    sizes={"7B": shape(3584, 18944, 28, 28, 4)},
+    published={
+        "architectures": ["DreamModel"],
+        "eos_token_id": 151643,
+        "mask_token_id": 151666,
+        "max_position_embeddings": 131072,
+        "vocab_size": 152064,
+    },
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lopa_ascend.config.files import Fields
-from lopa_ascend.families.family import Family
+from lopa_ascend.families.family import Family, shape
 from lopa_ascend.families.table import HEAD, Row, Table
 from lopa_ascend.types import ModelProperties
 
@@ -85,4 +85,17 @@ FAMILY = Family(
     end_tokens=("<|eot_id|>",),
     recommended={"decoding": "parallel", "block_size": 32, "tau_conf": 1.0},
     source="chat.py of LLaDA",
+    sizes={"8B": shape(4096, 12288, 32, 32, 32)},
+    published={
+        "architectures": ["LLaDAModelLM"],
+        "block_type": "llama",
+        "embedding_size": 126464,
+        "eos_token_id": 126081,
+        "layer_norm_type": "rms",
+        "mask_token_id": 126336,
+        "max_sequence_length": 4096,
+        "rope": True,
+        "rope_theta": 500000.0,
+        "vocab_size": 126464,
+    },
 )

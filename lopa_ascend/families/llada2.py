@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lopa_ascend.config import ConfigError, ExpertsConfig, ModelConfig
 from lopa_ascend.config.files import Fields
-from lopa_ascend.families.family import Family
+from lopa_ascend.families.family import Family, shape
 from lopa_ascend.families.table import HEAD, Row, Table
 from lopa_ascend.types import ModelProperties
 
@@ -132,4 +132,24 @@ FAMILY = Family(
     end_tokens=("<|endoftext|>", "<|role_end|>"),
     recommended={"decoding": "d2f", "tau_add": 1.0, "tau_conf": 0.95},
     source="the card of LLaDA2.0-mini",
+    sizes={"16B": shape(2048, 5120, 20, 16, 4)},
+    published={
+        "architectures": ["LLaDA2MoeModelLM"],
+        "eos_token_id": 156892,
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "mask_token_id": 156895,
+        "max_position_embeddings": 16384,
+        "moe_intermediate_size": 512,
+        "n_group": 8,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 600000.0,
+        "routed_scaling_factor": 2.5,
+        "score_function": "sigmoid",
+        "topk_group": 4,
+        "vocab_size": 157184,
+    },
 )

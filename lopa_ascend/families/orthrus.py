@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lopa_ascend.families import sdar
-from lopa_ascend.families.family import Family
+from lopa_ascend.families.family import Family, shape
 from lopa_ascend.families.table import DRAFTS, Row
 from lopa_ascend.types import ModelProperties
 
@@ -29,4 +29,20 @@ FAMILY = Family(
     defaults={"attention_bias": False, "block_size": 32},
     recommended={"decoding": "ar"},
     source="src/model.py of Orthrus",
+    sizes={
+        "1.7B": shape(2048, 6144, 28, 16, 8, tie_word_embeddings=True),
+        "4B": shape(2560, 9728, 36, 32, 8, tie_word_embeddings=True),
+        "8B": shape(4096, 12288, 36, 32, 8),
+    },
+    published={
+        "architectures": ["OrthrusLM"],
+        "block_size": 32,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "mask_token_id": 151669,
+        "max_position_embeddings": 40960,
+        "vocab_size": 151936,
+    },
 )
+QWEN3 = replace(FAMILY, model_type="qwen3", name="orthrus_qwen3", architectures=("OrthrusLM",), sizes={})
+"""The same under the ``model_type`` of its base, as transformers writes it for a configuration of Qwen3."""

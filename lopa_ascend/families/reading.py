@@ -138,10 +138,11 @@ def _refuse_variants(fields: Fields, rope: Mapping[str, Any], num_layers: int, f
     in_rope = Fields(rope, f"{fields.source}: rope_parameters")
     for name in rope:
         if name not in {"rope_theta", "rope_type", "type", "partial_rotary_factor", *family.own_rope}:
-            raise ConfigError(f"{in_rope.source} has the field {name!r}, expected rope_theta and rope_type alone")
-    if not family.own_rope:
-        in_rope.expect("rope_type", ("default",), default="default")
-    in_rope.expect("type", ("default",), default="default")
+            known = ", ".join(sorted({"rope_theta", "rope_type", *family.own_rope}))
+            raise ConfigError(f"{in_rope.source} has the field {name!r}, expected none but {known}")
+    kind = in_rope.get("rope_type", in_rope.get("type", "default"))
+    for name in ("rope_type", "type"):
+        in_rope.expect(name, (kind,) if family.own_rope else ("default",), default=kind)
     in_rope.expect("partial_rotary_factor", (1,), default=1)
 
 

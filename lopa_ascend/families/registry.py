@@ -51,13 +51,17 @@ def register_family(family: Family) -> None:
 
 for module in (dream, dream_reasoner, fast_dllm2, llada, llada2, nemotron, orthrus, pangu, sdar, stable_diffcoder):
     register_family(module.FAMILY)
-for member in a2d.FAMILIES:
+for member in (*a2d.FAMILIES, nemotron.AUTOREGRESSIVE, orthrus.QWEN3):
     register_family(member)
 
 
 def known_families() -> set[str]:
-    """The ``model_type`` of each family."""
-    return {*(family.model_type for family in FAMILIES.values()), *(point.name for point in _installed())}
+    """The ``model_type`` of each family, with the architectures that it needs."""
+    found = {point.name for point in _installed()}
+    for family in FAMILIES.values():
+        needed = f" ({' or '.join(family.architectures)})" if family.architectures else ""
+        found.add(family.model_type + needed)
+    return found
 
 
 def family_in(config: Mapping[str, Any]) -> Family | None:

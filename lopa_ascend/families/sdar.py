@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lopa_ascend.families import dream
-from lopa_ascend.families.family import Family
+from lopa_ascend.families.family import Family, shape
 from lopa_ascend.families.table import Row
 from lopa_ascend.types import ModelProperties
 
@@ -27,4 +27,17 @@ FAMILY = Family(
     unused=frozenset({"debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep"}),
     recommended={"decoding": "d2f", "tau_add": 1.0, "tau_conf": 0.85},
     source="generate.py of SDAR",
+    sizes={
+        "1.7B": shape(2048, 6144, 28, 16, 8, head_dim=128),
+        "4B": shape(2560, 9728, 36, 32, 8, head_dim=128),
+        "8B": shape(4096, 12288, 36, 32, 8, head_dim=128),
+    },
+    published={
+        "architectures": ["SDARForCausalLM"],
+        "block_size": 4,
+        "eos_token_id": [151645, 151643],
+        "mask_token_id": 151669,
+        "max_position_embeddings": 32768,
+        "vocab_size": 151936,
+    },
 )

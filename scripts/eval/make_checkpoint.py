@@ -20,7 +20,8 @@ from lopa_ascend.config import ConfigError
 from lopa_ascend.config.files import read_json_object
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.families import FAMILIES, read_config
+from lopa_ascend.families import FAMILIES, family_in, read_config, with_name
+from lopa_ascend.families.family import shape
 from scripts.arguments import number_from
 
 if TYPE_CHECKING:
@@ -29,84 +30,19 @@ if TYPE_CHECKING:
 
     from lopa_ascend.families.table import TensorSpec
 
-TINY = (64, 128, 3, 4, 2, 16)
-SIZES: dict[str, dict[str, tuple[int, ...]]] = {
-    "sdar": {
-        "tiny": TINY,
-        "1.7B": (2048, 6144, 28, 16, 8, 128),
-        "4B": (2560, 9728, 36, 32, 8, 128),
-        "8B": (4096, 12288, 36, 32, 8, 128),
-    },
-    "fast-dllm-v2": {"tiny": TINY, "1.5B": (1536, 8960, 28, 12, 2, 128), "7B": (3584, 18944, 28, 28, 4, 128)},
-    "dream": {"tiny": TINY, "7B": (3584, 18944, 28, 28, 4, 128)},
-    "llada": {"tiny": TINY, "8B": (4096, 12288, 32, 32, 32, 128)},
-    "llada2": {"tiny": TINY, "16B": (2048, 5120, 20, 16, 4, 128)},
+TINY = shape(64, 128, 3, 4, 2)
+ALIASES = {
+    "fast-dllm-v2": "Fast_dLLM_Qwen",
+    "dream": "Dream",
+    "llada2": "llada2_moe",
+    "nemotron": "nemotron_labs_diffusion",
+    "pangu": "PanguEmbedded",
+    "diffcoder": "stable_diffcoder",
 }
-"""By family and size: hidden size, width of the MLP, layers, query heads, KV heads, elements of a head."""
-SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-FAMILY_FIELDS: dict[str, dict[str, Any]] = {
-    "sdar": {
-        "architectures": ["SDARForCausalLM"],
-        "model_type": "sdar",
-        "attention_bias": False,
-        "block_size": 4,
-        "mask_token_id": 151669,
-        "eos_token_id": 151643,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-    },
-    "fast-dllm-v2": {
-        "architectures": ["Fast_dLLM_QwenForCausalLM"],
-        "model_type": "Fast_dLLM_Qwen",
-        "bd_size": 32,
-        "eos_token_id": 151645,
-        "vocab_size": 152064,
-        "max_position_embeddings": 32768,
-    },
-    "dream": {
-        "architectures": ["DreamModel"],
-        "model_type": "Dream",
-        "mask_token_id": 151666,
-        "eos_token_id": 151643,
-        "vocab_size": 152064,
-        "max_position_embeddings": 131072,
-    },
-    "llada": {
-        "architectures": ["LLaDAModelLM"],
-        "model_type": "llada",
-        "block_type": "llama",
-        "layer_norm_type": "rms",
-        "mask_token_id": 126336,
-        "eos_token_id": 126081,
-        "vocab_size": 126464,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope": True,
-        "rope_theta": 500000.0,
-    },
-    "llada2": {
-        "architectures": ["LLaDA2MoeModelLM"],
-        "model_type": "llada2_moe",
-        "first_k_dense_replace": 1,
-        "mask_token_id": 156895,
-        "eos_token_id": 156892,
-        "moe_intermediate_size": 512,
-        "n_group": 8,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "num_shared_experts": 1,
-        "partial_rotary_factor": 0.5,
-        "rope_theta": 600000.0,
-        "routed_scaling_factor": 2.5,
-        "score_function": "sigmoid",
-        "topk_group": 4,
-        "vocab_size": 157184,
-        "max_position_embeddings": 16384,
-    },
-}
-"""What the families' config.json has in place of, or beside, what all have."""
-STOPS = {"sdar": [151645, 151643], "fast-dllm-v2": [151645], "dream": [151643], "llada": [126081], "llada2": [156892]}
-"""Their EOS ids in generation_config.json."""
+"""What a family is called here, if not by its own name."""
+LABELS = {next((alias for alias, own in ALIASES.items() if own == name), name): name for name in FAMILIES}
+SIZES = {label: ("tiny", *FAMILIES[name].sizes) for label, name in LABELS.items() if FAMILIES[name].sizes}
+"""By family."""
 TINY_EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 32}
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json")
 HEAD_SPREAD = 4.0
@@ -115,32 +51,15 @@ HEAD_SPREAD = 4.0
 
 def files_of(family: str, size: str, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of config.json, and those of generation_config.json."""
-    sizes = SIZES[family][size]
-    config: dict[str, Any] = {
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": (family, size) == ("fast-dllm-v2", "1.5B"),
-        "torch_dtype": dtype,
-        "use_sliding_window": False,
-        **dict(zip(SIZE_FIELDS, sizes, strict=False)),
-        **FAMILY_FIELDS[family],
-    }
-    generation: dict[str, Any] = {"eos_token_id": STOPS[family]}
-    if family in ("sdar", "llada2"):
-        config["head_dim"] = sizes[-1]
-    if size == "1.5B":
-        config["vocab_size"] = 151936
+    own = FAMILIES[LABELS[family]]
+    config = own.config_json(next(iter(own.sizes)) if size == "tiny" else size)
     if size == "tiny":
         bundled = read_json_object(DEMO_MODEL / "config.json", ConfigError)
-        config |= {name: bundled[name] for name in ("vocab_size", "mask_token_id", "eos_token_id")}
-        generation["eos_token_id"] = bundled["eos_token_id"]
-        config |= TINY_EXPERTS if family == "llada2" else {}
-    names = FAMILIES[config["model_type"]].names
-    renamed = {names.get(name, name): value for name, value in config.items()}
-    return {**renamed, "vocab_size": config["vocab_size"]}, generation
+        changed = {**TINY, **{name: bundled[name] for name in ("vocab_size", "mask_token_id", "eos_token_id")}}
+        changed |= {"head_dim": 16} if "head_dim" in config else {}
+        config |= {own.names.get(name, name): value for name, value in changed.items()}
+        config |= {"vocab_size": bundled["vocab_size"]} | (TINY_EXPERTS if "num_experts" in config else {})
+    return config | {"torch_dtype": dtype}, {"eos_token_id": config["eos_token_id"]}
 
 
 def random_tensors(specs: Iterable[TensorSpec], seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -183,7 +102,13 @@ def main(argv: list[str] | None = None) -> None:
     from lopa_ascend.checkpoint.write import write_checkpoint
 
     config, generation = files_of(args.family, args.size, args.dtype)
-    family = FAMILIES[config["model_type"]]
+    family = FAMILIES[LABELS[args.family]]
+    try:
+        named = family_in(with_name(config, args.out))
+    except ConfigError as error:
+        parser.error(f"argument OUT: {error}")
+    if named is not family:
+        parser.error(f"argument OUT: {args.out} would be read as {named.name if named else 'none'}, not {family.name}")
     model = read_config(config, generation, str(args.out / "config.json"), family)
     tensors = random_tensors(family.tensors(model).specs.values(), args.seed, getattr(torch, args.dtype))
     tokenizer = [DEMO_MODEL / name for name in TOKENIZER_FILES] if args.size == "tiny" else []

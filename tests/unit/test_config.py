@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from lopa_ascend.config import (
 from lopa_ascend.config.decodings import built_in_decodings
 from lopa_ascend.config.kinds import Choice, exact_size, format_size, parse_size
 from lopa_ascend.config.settings import settings
-from lopa_ascend.families import FAMILIES, family_in, read_config
+from lopa_ascend.families import FAMILIES, Family, family_in, read_config, with_name
 
 
 def test_defaults_are_the_papers_gsm8k_row() -> None:
@@ -494,6 +495,158 @@ def test_what_a_family_does_not_have_is_refused_by_name(name: str, changes: dict
         parse_family(name, changes)
 
 
+def published(folder: str, changes: dict[str, Any]) -> tuple[dict[str, Any], Family]:
+    """The ``config.json`` of a golden model with changes, also within ``rope_parameters``, and its family."""
+    values = json.loads((MODELS / folder / "model_a" / "config.json").read_text())
+    rope = {key.partition(".")[2]: changes.pop(key) for key in [*changes] if "." in key}
+    for fields, own in ((values, changes), (values.get("rope_parameters", {}), rope)):
+        fields |= own
+        for key in [key for key, value in own.items() if value is ...]:
+            del fields[key]
+    family = family_in(with_name(values, "qwen3-bd3lm"))
+    assert family is not None
+    return values, family
+
+
+SCALED = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("folder", "changes", "words"),
+    [
+        (
+            "nemotron",
+            {"rope_parameters.rope_type": "linear"},
+            "rope_parameters: rope_type is 'linear', expected 'yarn' or",
+        ),
+        ("nemotron", {"rope_parameters.type": "linear"}, "rope_parameters: type is 'linear', expected 'yarn'"),
+        ("nemotron", {"rope_parameters.factor": ...}, "rope_parameters: factor is None, expected a positive number"),
+        ("nemotron", {"rope_parameters.factor": 0.5}, "rope_parameters: factor is 0.5, expected a number from 1"),
+        ("nemotron", {"rope_parameters.beta_fast": "32"}, "rope_parameters: beta_fast is '32'"),
+        (
+            "nemotron",
+            {"rope_parameters.original_max_position_embeddings": ...},
+            "rope_parameters: original_max_position_embeddings is None",
+        ),
+        (
+            "nemotron",
+            {"rope_parameters.rope_theta": ...},
+            "rope_parameters: rope_theta is None, expected a number above 1",
+        ),
+        ("nemotron", {"rope_parameters.rope_theta": 1}, "rope_parameters: rope_theta is 1, expected a number above 1"),
+        (
+            "nemotron",
+            {"rope_parameters.truncate": False},
+            "rope_parameters has the field 'truncate', expected none but a",
+        ),
+        (
+            "nemotron",
+            {"rope_parameters": ..., "rope_scaling": SCALED},
+            "rope_scaling is .*expected the same as rope_par",
+        ),
+        ("nemotron", {"rope_parameters": ...}, "rope_parameters: rope_theta is None"),
+        (
+            "nemotron",
+            {"dlm_paradigm": "block_diff"},
+            "dlm_paradigm is 'block_diff', expected 'bidirectional' or 'autoreg",
+        ),
+        ("nemotron", {"sliding_window": 4096}, "sliding_window is 4096, expected None"),
+        ("nemotron", {"attention_bias": True}, "attention_bias is True, expected False"),
+        ("nemotron", {"block_size": 8.0}, "block_size is 8.0, expected a positive integer"),
+        ("nemotron", {"mask_token_id": 160}, "mask_token_id is 160, expected a token id below vocab_size 160"),
+        (
+            "pangu",
+            {"rope_parameters": SCALED},
+            "rope_parameters has the field 'factor', expected none but rope_theta, ",
+        ),
+        ("pangu", {"rope_scaling": SCALED}, "rope_scaling is "),
+        ("pangu", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is "),
+        ("pangu", {"sliding_window": 4096}, "sliding_window is 4096"),
+        ("pangu", {"bias": "yes"}, "bias is 'yes', expected true or false"),
+        ("pangu", {"mask_token_id": ...}, "mask_token_id is 45830, expected a token id below vocab_size 176"),
+        ("orthrus", {"mask_token_id": ...}, "mask_token_id is None, expected a token id below vocab_size 160"),
+        ("orthrus", {"block_size": "32"}, "block_size is '32', expected a positive integer"),
+        ("orthrus", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("a2d", {"layer_types": ["sliding_attention"] * 3}, "layer_types is "),
+        ("a2d", {"rope_scaling": SCALED}, "rope_scaling is "),
+        ("a2d", {"block_size": 0}, "block_size is 0, expected a positive integer"),
+        ("diffcoder", {"attention_bias": True}, "attention_bias is True, expected False"),
+        ("diffcoder", {"mlp_bias": True}, "mlp_bias is True"),
+    ],
+)
+def test_what_a_later_family_does_not_have_is_refused_by_name(folder: str, changes: dict[str, Any], words: str) -> None:
+    values, family = published(folder, dict(changes))
+    with pytest.raises(ConfigError, match=f"config.json: {words}"):
+        read_config(values, {}, "config.json", family)
+
+
+def test_fields_may_say_the_same_in_another_way() -> None:
+    plain = read_config(*_read("nemotron", {}))
+    rope = json.loads((MODELS / "nemotron" / "model_a" / "config.json").read_text())["rope_parameters"]
+    assert plain.yarn is not None
+    older = {name: value for name, value in rope.items() if name != "rope_type"} | {"type": "yarn"}
+    for changes in (
+        {"rope_scaling": rope, "rope_theta": 1e6},
+        {"rope_parameters": older},
+        {"rope_parameters.type": "yarn"},
+    ):
+        assert read_config(*_read("nemotron", changes)) == plain
+    outside = {"rope_parameters": {"rope_type": "default"}, "rope_theta": 1e6}
+    assert read_config(*_read("nemotron", outside)) == replace(plain, yarn=None)
+
+
+def _read(folder: str, changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str, Family]:
+    values, family = published(folder, changes)
+    return values, {}, "config.json", family
+
+
+@pytest.mark.parametrize(
+    ("folder", "changes", "name", "decoding"),
+    [
+        ("nemotron", {}, "nemotron_labs_diffusion", "causal_blocks"),
+        ("nemotron", {"dlm_paradigm": "autoregressive"}, "nemotron_labs_diffusion_ar", "ar"),
+        ("pangu", {"architectures": ["Any"]}, "PanguEmbedded", "causal_blocks"),
+        ("orthrus", {}, "orthrus", "ar"),
+        ("orthrus", {"model_type": "qwen3"}, "orthrus_qwen3", "ar"),
+        ("diffcoder", {}, "stable_diffcoder", "d2f"),
+        ("diffcoder", {"architectures": ["SeedDiffcoderForCausalLM"]}, "stable_diffcoder", "d2f"),
+        ("a2d", {}, "a2d-qwen3-bd3lm", "d2f"),
+    ],
+)
+def test_a_family_is_told_by_its_fields_and_recommends_a_decoding_that_fits(
+    folder: str, changes: dict[str, Any], name: str, decoding: str
+) -> None:
+    values, family = published(folder, changes)
+    assert (family.name, family.recommended["decoding"]) == (name, decoding)
+    assert read_config(values, {}, "config.json", family).model_type == name
+    assert DecodingParams(**family.recommended).strategy.fits(family.properties)
+
+
+@pytest.mark.parametrize(
+    ("directory", "own_name", "way"),
+    [
+        ("/models/Qwen3-0.6B-diffusion-bd3lm-v0.1", "", "bd3lm"),
+        ("/models/mdlm-and-others/qwen3-BD3LM", "Qwen/Qwen3-0.6B", "bd3lm"),
+        ("/hub/models--dllm-hub--Qwen3-0.6B-diffusion-mdlm-v0.1/snapshots/0a1b", "", "mdlm"),
+        ("/models/mine", "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", "mdlm"),
+        ("/models/mine", "", None),
+        ("/models/mdlm-to-bd3lm", "", None),
+    ],
+)
+def test_the_last_part_of_a_name_tells_how_an_a2d_model_decodes(directory: str, own_name: str, way: str | None) -> None:
+    config = with_name({"model_type": "a2d-qwen3", "_name_or_path": own_name}, directory)
+    if way is None:
+        with pytest.raises(ConfigError, match="give the directory a name with mdlm or bd3lm in it"):
+            family_in(config)
+    else:
+        assert family_in(config) is FAMILIES[f"a2d-qwen3-{way}"]
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["LlamaForCausalLM"], "StableDiffcoderForCausalLM", 3, [[]]])
+def test_a_model_type_of_many_is_of_no_family_without_its_architecture(architectures: object) -> None:
+    assert family_in({"model_type": "llama", "architectures": architectures}) is None
+
+
 def test_fields_for_training_and_fields_that_are_off_are_taken(caplog: pytest.LogCaptureFixture) -> None:
     harmless = {
         "attn_implementation": "flash_attention_2", "attention_dropout": 0.1,
@@ -534,5 +687,5 @@ def test_a_field_of_another_name_is_not_known(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize("file", sorted(MODELS.glob("*/*/config.json")), ids=str)
 def test_all_fields_of_the_published_classes_are_known(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     values = json.loads(file.read_text())
-    read_config(values, {}, str(file), family_in(values))
+    read_config(values, {}, str(file), family_in(with_name(values, "mdlm")))
     assert not caplog.messages
