@@ -28,8 +28,8 @@ from lopa_ascend.engine.prepare import Prepared, choose_num_pages, prepare, requ
 from lopa_ascend.engine.profile import Profiles, RankTraces
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.engine.starter import Starter
-from lopa_ascend.graph.setup import build_executor, build_forwards
 from lopa_ascend.engine.turns import Pieces
+from lopa_ascend.graph.setup import build_executor, build_forwards
 from lopa_ascend.hub import model_name
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.kv.prefix_cache import BlockPrefixCache, PrefixCache

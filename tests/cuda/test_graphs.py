@@ -114,7 +114,9 @@ def test_golden_cases_of_a_causal_model(case: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(setup, "load_compiler", lambda *_, **__: CudaGraphs(Recorder()))
     found = Case.read(golden.FOLDER / "models" / "nemotron" / case / "trace.json")
     options = {"dtype": "float32", "max_num_seqs": 1, "max_model_len": 96, "enable_prefix_caching": False}
-    with LLM(found.model, device="cuda", graph_mode="cuda_graphs", **options, graph_params=GraphParams.of(found.params)) as llm:
+    with LLM(
+        found.model, device="cuda", graph_mode="cuda_graphs", **options, graph_params=GraphParams.of(found.params)
+    ) as llm:
         assert found.run(llm) is None
         stats = llm.engine.runner.graph_stats()
     assert stats is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -105,10 +104,7 @@ def forward_inputs(entries: Entries, num_pages: int) -> ForwardInputs:
 
 def moved(inputs: ForwardInputs, device: str) -> ForwardInputs:
     """The same on a device."""
-    given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    tensors = {name: x.to(device) for name, x in given.items() if isinstance(x, Tensor)}
-    tables = inputs.entries.page_tables.to(device)
-    return replace(inputs, **tensors, entries=replace(inputs.entries, page_tables=tables))
+    return inputs.to(torch.device(device))
 
 
 def overwrite(inputs: ForwardInputs, other: ForwardInputs) -> None:

@@ -69,7 +69,8 @@ def check_golden_cases(mode: str, kind: tuple[str, str, str], model: Path) -> No
     compiled = GraphParams(
         num_branches=max(p.lookaheads for p in params),
         block_size=max(p.block_size for p in params),
-        **dict(zip(ALIKE, kind[1:], strict=True)),
+        window_attention=kind[1],
+        confidence=kind[2],
     )
     with numeric():
         llm = LLM(model, dtype="float32", graph_mode=mode, **options(graph_params=compiled))

@@ -328,7 +328,9 @@ def test_the_first_passes_find_lengths_and_fill_nothing() -> None:
             tried.append((num_masks, sees_behind))
             assert row.masked == tuple(range(3, 3 + num_masks))
             prob = 0.5 if num_masks == 2 and sees_behind else 0.1
-            record = strategy.absorb(plan, [RowResult((5,) * num_masks, *[(prob,) * num_masks] * 2)], 0, 0)
+            record = strategy.absorb(
+                plan, [RowResult((5,) * num_masks, (prob,) * num_masks, (prob,) * num_masks)], 0, 0
+            )
             assert (record.fills, final_tokens(strategy)) == ((), [])
             strategy = strategy.successor or strategy
         assert tried == [(1, False), (2, False), (4, False), (1, True), (2, True), (3, True), (4, True)]
