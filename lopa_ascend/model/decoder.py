@@ -59,7 +59,9 @@ class Decoder:
             for sizes in ([] if config.experts is None else [config.experts])
             for n in range(sizes.first_layer, config.num_layers)
         }
-        self._rope_tables = self._make_rope_tables(num_positions or config.max_position_embeddings, embed)
+        num_positions = num_positions or config.max_position_embeddings
+        self._rope_tables = self._make_rope_tables(num_positions, embed)
+        self._query_scales = self._make_query_scales(num_positions, embed)
 
     def _stored(self, name: str, weight: Tensor, rows: Mapping[str, Row]) -> Tensor:
         """A tensor in the form in which the ops read it. ``rows``: by our name, of all tensors but scales."""
@@ -124,23 +126,31 @@ class Decoder:
         head = torch.arange(self.num_heads + 2 * self.num_kv_heads, device=device)
         is_value_head = head >= self.num_heads + self.num_kv_heads
         no_angle = torch.tensor([1.0, 0.0], dtype=embed.dtype, device=device)  # cos, sin
-        tables = torch.where(is_value_head[:, None], no_angle.view(2, 1, 1, 1), tables)
-        if yarn is not None and yarn.query_beta:
-            scale = 1 + yarn.query_beta * torch.log1p((positions / yarn.original).floor())
-            tables[:, :, : self.num_heads] *= scale[:, None, None].to(tables.dtype)
-        return tables
+        return torch.where(is_value_head[:, None], no_angle.view(2, 1, 1, 1), tables)
+
+    def _make_query_scales(self, num_positions: int, embed: Tensor) -> Tensor | None:
+        """What queries are multiplied by at each position [positions, 1, 1]; None if by 1 at all of them. This is no
+        part of the tables of ``Ops.rope``: by its documents the kernel of an NPU takes values of at most 1."""
+        yarn = self.config.yarn
+        if yarn is None or not yarn.query_beta or num_positions <= yarn.original:
+            return None
+        positions = torch.arange(num_positions, dtype=torch.float32, device=embed.device)
+        scales = 1 + yarn.query_beta * torch.log1p((positions / yarn.original).floor())
+        return scales[:, None, None].to(embed.dtype)
 
     def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
         """See ``Model.forward``."""
         c, ops = self.config, self.ops
         cos, sin = self._rope_tables.index_select(1, inputs.positions).unbind()
+        scales = None if self._query_scales is None else self._query_scales.index_select(0, inputs.positions)
         residual = self.weights["embed.weight"].index_select(0, inputs.tokens)
         x = self._norm(residual, "layers.0.attn_norm", reader="layers.0.qkv")
         for n in range(c.num_layers):
             p = f"layers.{n}."
             q, k, v = self._attention_inputs(x, p, cos, sin)
             ops.kv_write(k, v, k_caches[n], v_caches[n], inputs.slot_mapping, inputs.source)
-            attended = ops.attention(q, k_caches[n], v_caches[n], inputs.entries)
+            scaled = q if scales is None else q * scales
+            attended = ops.attention(scaled, k_caches[n], v_caches[n], inputs.entries)
             # After the last attention no token depends on another: go on with the wanted rows.
             if n == c.num_layers - 1 and inputs.rows is not None:
                 if not len(inputs.rows):  # NPU kernels take no empty tensor
