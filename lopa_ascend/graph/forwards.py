@@ -154,9 +154,10 @@ class Launcher:
         given, caches = ForwardTensors(*tensors[:num_given]), tensors[num_given:]
         on_host, on_device = ((), kv_lengths) if isinstance(kv_lengths, Tensor) else (tuple(kv_lengths), None)
         entries = Entries(self._lengths, on_host, given.page_tables, self._groups, (0,), on_device, causal=self._causal)
+        source = None if self.bucket.slots == 1 else given.source  # without it two kernels a layer fewer, or three
         num_drafts = self.bucket.tokens if self.bucket.drafts else 0
         inputs = ForwardInputs(
-            given.tokens, given.positions, given.slot_mapping, given.source, entries, rows=None, num_drafts=num_drafts
+            given.tokens, given.positions, given.slot_mapping, source, entries, rows=None, num_drafts=num_drafts
         )
         num_layers = len(caches) // 2
         return self._model.forward(inputs, caches[:num_layers], caches[num_layers:])
@@ -171,9 +172,13 @@ class Launcher:
         target.page_tables.fill_(self._first_padding_position // PAGE_SIZE)
         kv_lengths: tuple[int, ...] = ()
         if inputs is not None:
-            for mine, given in zip(target[:3], (inputs.tokens, inputs.positions, inputs.slot_mapping), strict=False):
+            assert inputs.source is not None
+            for mine, given in zip(target[:2], (inputs.tokens, inputs.positions), strict=False):
                 mine[: len(given)] = given
-            if inputs.source is not None:
+            if bucket.slots == 1:  # each token is written once
+                target.slot_mapping[inputs.source] = inputs.slot_mapping.to(torch.int32)
+            else:
+                target.slot_mapping[: len(inputs.source)] = inputs.slot_mapping
                 target.source[: len(inputs.source)] = inputs.source
             kv_lengths, tables = inputs.entries.kv_lengths, inputs.entries.page_tables
             target.page_tables[: len(tables), : tables.shape[1]] = tables

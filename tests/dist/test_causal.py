@@ -1,5 +1,4 @@
-"""Causal models on several ranks: the tokens, winners and passes of one process, with prompts in pieces beside
-sequences that decode."""
+"""Causal models on several ranks: tokens, winners and passes of one process, with prompts in pieces beside others."""
 
 from __future__ import annotations
 

@@ -69,6 +69,16 @@ def test_golden_traces_of_experts(case: str) -> None:
         assert found.run(golden_model(str(found.model))) is None
 
 
+@pytest.mark.parametrize("layout", slow_but(ATTENTION_LAYOUTS, ["TND16"]))
+@pytest.mark.parametrize("case", ["nemotron/block_b8_th07_p5", "nemotron/ar_p13", "pangu/block_b32_th09_s8_p21"])
+def test_golden_traces_of_causal_models(case: str, layout: str) -> None:
+    found = Case.read(golden.FOLDER / "models" / case / "trace.json")
+    with numeric():
+        options: dict[str, Any] = {"device": "npu", "graph_mode": "eager", "dtype": "float32"}
+        llm = strict(LLM(found.model, attention_layout=layout, **options))
+        assert found.run(llm) is None
+
+
 def test_int8_experts_are_refused() -> None:
     path = golden.FOLDER / "models" / "llada2" / "model_a"
     with pytest.raises(ParameterError, match="'w8a8' does not go with device npu for the mixture of experts"):
