@@ -42,6 +42,9 @@ DECODINGS: dict[str, dict[str, Any]] = {
         "branch_acceptance": "exact",
         "lookahead_depth": 3,
     },
+    "s2d2": {"decoding": "s2d2", "block_size": 4},
+    "s2d2, score": {"decoding": "s2d2", "block_size": 4, "routing": "score", "routing_cost": 2.0},
+    "s2d2, fast_dllm_v2": {"decoding": "s2d2", "base": "fast_dllm_v2", "sub_block_size": 4},
 }
 FAMILY_OF = dict.fromkeys(("ar", "causal_blocks"), "nemotron_labs_diffusion") | {"fast_dllm_v2": "Fast_dLLM_Qwen"}
 """By decoding."""

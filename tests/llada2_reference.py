@@ -12,9 +12,14 @@ from torch import Tensor
 Tensors = Mapping[str, Tensor]
 
 
-def logits(config: Mapping[str, Any], tensors: Tensors, tokens: list[int], block: int) -> Tensor:
-    """[tokens, vocabulary]. Positions see the blocks up to their own."""
-    eps, number = config["rms_norm_eps"], torch.arange(len(tokens)) // block
+def logits(
+    config: Mapping[str, Any], tensors: Tensors, tokens: list[int], block: int, causal_from: int | None = None
+) -> Tensor:
+    """[tokens, vocabulary]. Positions see the blocks up to their own; from ``causal_from`` on those up to their own."""
+    eps, positions = config["rms_norm_eps"], torch.arange(len(tokens))
+    number = positions // block
+    if causal_from is not None:
+        number = torch.where(positions < causal_from, number, len(tokens) + positions)
     x = tensors["model.word_embeddings.weight"][torch.tensor(tokens)]
     for n in range(config["num_hidden_layers"]):
         own = {

@@ -16,7 +16,7 @@ position alone, and the draft is often the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from operator import mul
@@ -32,7 +32,7 @@ from lopa_ascend.decode.blocks import BlockState, Branch
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2, FastDllmV2Params
 from lopa_ascend.decode.lopa import BaseParams
 from lopa_ascend.decode.strategy import Only, SequenceStart
-from lopa_ascend.types import Edit, Fill, ModelProperties, RowPlan, RowResult, SequencePlan, StepRecord
+from lopa_ascend.types import Alternatives, Edit, Fill, ModelProperties, RowPlan, RowResult, SequencePlan, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +97,8 @@ class S2D2(BlockPipeline):
         """What the pass has checked that is being absorbed."""
         self._predicted: list[Fill] = []
         """All predictions of the last draft pass."""
+        self._from_drafts: set[int] = set()
+        """Positions that the last pass, a check, has filled with what was drafted without accepting it."""
         self._is_on = False
         self._log_vocabulary = math.log(start.vocab_size)
         super().__init__(start)
@@ -156,7 +158,7 @@ class S2D2(BlockPipeline):
     # ---- after a forward pass --------------------------------------------------------------------------------------
 
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
-        self._checked, self._drafted = self._drafted, ()
+        self._checked, self._drafted, self._from_drafts = self._drafted, (), set()
         if self._checked:
             plan, results = _as_one_row(plan, results)
         predicted = self.predicted(plan.rows[0], results[0])
@@ -165,6 +167,7 @@ class S2D2(BlockPipeline):
             return replace(super().absorb(plan, results, model_tokens, head_rows), drafted=self._drafted)
         record = super().absorb(plan, results, model_tokens, head_rows)
         written, num_matches = self._written(predicted)
+        self._from_drafts = {fill.position for fill in record.fills} - {fill.position for fill in written}
         drafted = tuple(fill for fill in self._checked if fill.token != self.mask)
         self._skip_draft()
         return replace(record, drafted=drafted, accepted=sum(fill in record.fills for fill in written[:num_matches]))
@@ -248,6 +251,9 @@ class S2D2(BlockPipeline):
 
     def recorded_positions(self) -> set[int]:
         return {fill.position for fill in self._predicted} if self._drafted else set()
+
+    def take_alternatives(self, found: Mapping[int, Alternatives]) -> None:
+        super().take_alternatives({at: each for at, each in found.items() if at not in self._from_drafts})
 
 
 def _by_probability(predicted: Sequence[Fill]) -> list[Fill]:

@@ -17,7 +17,15 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
 FIELDS: dict[str, Any] = {"block_size": 8, "max_new_tokens": 40, "tau_conf": 0.5, "tau_add": 1.0, "ignore_eos": True}
 EXACT = {"num_branches": 3, "branch_acceptance": "exact"}
 VARIANTS: list[dict[str, Any]] = [{"decoding": "d2f"}, EXACT, {"num_branches": 3, "branch_acceptance": "verified"}]
-V2: list[dict[str, Any]] = [{"decoding": "fast_dllm_v2"}, {"base": "fast_dllm_v2", "num_branches": 3}]
+V2: list[dict[str, Any]] = [
+    {"decoding": "fast_dllm_v2"},
+    {"base": "fast_dllm_v2", "num_branches": 3},
+    {"decoding": "s2d2", "base": "fast_dllm_v2"},
+]
+S2D2: list[dict[str, Any]] = [
+    {"decoding": "s2d2", "window_attention": "causal", "top_logprobs": 2},
+    {"decoding": "s2d2", "routing": "score", "temperature": 0.8, "seed": 1},
+]
 CANVAS: list[dict[str, Any]] = [
     {"decoding": "parallel", "tau_conf": 1.0, "denoising_steps": 3},
     {"decoding": "fast_dllm", "block_cache": "dual", "acceptance": "factor"},
@@ -26,7 +34,7 @@ CANVAS: list[dict[str, Any]] = [
     {"num_branches": 3, "window_attention": "full"},
 ]
 EDITING: list[dict[str, Any]] = [{**variant, "editing_threshold": 0.3} for variant in VARIANTS]
-FAMILIES: dict[str, list[dict[str, Any]]] = {"sdar": [], "fastdllm2": V2, "llada": CANVAS, "llada2": EDITING}
+FAMILIES: dict[str, list[dict[str, Any]]] = {"sdar": S2D2, "fastdllm2": V2, "llada": CANVAS, "llada2": EDITING}
 
 
 def job(family: str, variants: list[dict[str, Any]], **options: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.types import RowResult, StepRecord
+from tests import drafting
 from tests.answers import final_tokens
 from tests.grammar_passes import DECODINGS, PROMPT, Passes
 from tests.grammar_samples import Form, check, forms
@@ -52,7 +53,8 @@ def test_answers_keep_to_the_grammar(name: str, part: int):
             final = final_tokens(strategy)
             assert final[: len(before)] == before, "the text only grows"
             before = final
-        assert strategy.num_forwards <= strategy.params.max_new_tokens
+        passes = 2 if strategy.params.decoding == "s2d2" else 1  # of a token
+        assert strategy.num_forwards <= strategy.params.max_new_tokens * passes
         if strategy.final()[1] is None:
             cut += 1
         else:
@@ -77,6 +79,18 @@ def test_exact_is_the_constrained_base(part: int, options: dict[str, Any]):
         assert final_tokens(branches[-1][0]) == final_tokens(alone[-1][0]), form
         assert len(branches) <= len(alone)
         saved += len(alone) - len(branches)
+    assert saved > 0
+
+
+@pytest.mark.parametrize("part", slow_but(range(10), [0]))
+def test_checked_drafts_are_the_constrained_tokens_one_by_one(part: int):
+    saved = 0
+    for form in FORMS[part::10]:
+        with drafting.registered():
+            runs = [list(tiny().run(form, "", decoding=name, block_size=4)) for name in ("undrafted", "misled", "s2d2")]
+        plain, misled, drafted = (final_tokens(passes[-1][0]) for passes in runs)
+        assert plain == misled == drafted, form
+        saved += len(runs[0]) - len(runs[2])
     assert saved > 0
 
 

@@ -16,7 +16,7 @@ import pytest
 from lopa_ascend.demo import EXAMPLES
 from tests.e2e.conftest import ServerProcess, running
 from tests.view.conftest import Pages
-from tests.view.traces import START, branch, fill, large, lines, small, step
+from tests.view.traces import START, branch, drafts, fill, large, lines, small, step
 
 QUESTION = "Tom has 12 apples. Tom buys 35 more. How many apples does Tom have now?"
 SUMMARY = re.compile(r"(\d+) tokens in (\d+) pass(es)?, [\d.]+ a pass\.")
@@ -226,6 +226,19 @@ def test_every_pass_can_be_looked_at(demo: ServerProcess, pages: Pages):
     assert texts(page, ".counts dd")[0] == "3"
 
 
+def test_drafts_and_those_that_are_accepted_can_be_told(demo: ServerProcess, pages: Pages):
+    page = pages(demo.url)
+    open_file(page, "drafts.jsonl", lines(drafts()))
+    until(page, lambda: passes_of(page) == 2)
+    empty = (press(page, "Home"), picture(page))[1]
+    assert press(page, "ArrowRight") == "Pass 1 of 2: 0 positions filled, 8 drafts to check; 0 of 8 filled."
+    assert picture(page) != empty
+    assert "4 positions filled, 3 of 8 drafts accepted; 4 of 8 filled." in press(page, "ArrowRight")
+    for position, said in ((2, "filled by pass 2 as drafted"), (3, "filled by pass 2"), (4, "masked")):
+        page.hover("canvas", position={"x": 58 * position + 9, "y": 9})
+        assert page.inner_text(".detail").endswith(said)
+
+
 def test_a_position_that_is_masked_again_is_shown_as_masked(demo: ServerProcess, pages: Pages):
     page = pages(demo.url)
     anchor = [branch(0, 0.5, None)]
@@ -347,6 +360,8 @@ DAMAGED: dict[int, dict[str, list[Any]]] = {
         "seconds": [None, "1", -1, [1]],
         "text": [None, {}],
         "winner": [1, -1, 0.5, "0", "length", None],
+        "drafted": [5, [None], [{**fill(0), "prob": None}]],
+        "accepted": [-1, 0.5, "1"],
         "branches": [None, {"0": ANCHOR}, [ANCHOR] * 2000, [{**ANCHOR, "score": "x"}], [{**ANCHOR, "further": [5]}],
                      [{**ANCHOR, "lookahead": {"position": 1}}]],
     },

@@ -59,6 +59,18 @@ def small() -> list[dict[str, Any]]:
     ]
 
 
+def drafts() -> list[dict[str, Any]]:
+    """A block of 8 drafted in one pass, of which the next accepts three tokens and writes a fourth."""
+    anchor = branch(0, 0.5, None)
+    drafted = [fill(position, 0.9) for position in range(8)]
+    return [
+        START,
+        {**step(0, [], [anchor], 0, 8), "drafted": drafted, "accepted": None},
+        {**step(1, [fill(position) for position in range(4)], [anchor], 0, 8), "drafted": drafted, "accepted": 3},
+        done(4, 2),
+    ]
+
+
 def large(positions: int, branches: int, fills: int) -> list[dict[str, Any]]:
     """A canvas that is open from the first pass on, filled at random."""
     chance = random.Random(1)

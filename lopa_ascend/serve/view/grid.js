@@ -80,12 +80,12 @@ export class Grid {
     pen.globalAlpha = 1;
   }
 
-  // Marks what the pass has filled, and the tokens of branches that lost.
+  // Marks what the pass has filled, and the tokens of branches that lost and of drafts.
   drawPass(run, i) {
-    const { fills = [], branches = [] } = run.steps[i - 1] ?? {};
+    const { fills = [], branches = [], drafted } = run.steps[i - 1] ?? {};
     for (const { position } of fills) if (!run.at(position, i)?.own) this.frame(position, this.colors.text, 1);
     this.pen.setLineDash([3, 2]);
-    for (const { lookahead: own } of branches) {
+    for (const own of [...branches.map((branch) => branch.lookahead), ...(drafted ?? [])]) {
       if (!own || !(own.position < run.size) || run.at(own.position, i)) continue;
       this.frame(own.position, this.colors.accent, 1);
       this.write(own.position, own, this.colors.soft);

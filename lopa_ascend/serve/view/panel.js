@@ -96,7 +96,7 @@ export class Panel {
 
   explain(position) {
     const { fill, pass, own } = this.run.at(position, this.at) ?? {};
-    const who = own ? " as the winning branch's own token" : "";
+    const who = own ? ` ${own}` : "";
     const said = fill ? `“${shown(fill)}”, probability ${fill.prob.toFixed(4)}, filled by pass ${pass}${who}` : "masked";
     this.detail.textContent = `Position ${position}: ${said}`;
   }

@@ -25,7 +25,7 @@ const FORMS = {
   },
   "diffusion.step": {
     ...changes, canvas_length: integer(0, MOST), committed: isCount, seconds: (value) => value >= 0 && Number.isFinite(value), text: isText,
-    branches: list(isBranch, MOST_BRANCHES), winner: isCount,
+    branches: list(isBranch, MOST_BRANCHES), winner: isCount, drafted: maybe(list(isFill)), accepted: maybe(isCount),
   },
   "diffusion.done": {
     ...changes, token_ids: list(isCount), text: isText, finish_reason: maybe(isText),
@@ -41,7 +41,7 @@ export class Run {
     this.problem = "";
     this.events = [];
     this.steps = [];
-    this.cells = []; // by position: its fills, each {fill, pass, own, until}: the state has it from number pass to before until
+    this.cells = []; // by position: its fills, each {fill, pass, own (why it is marked), until}: the state has it from number pass to before until
     this.counts = [0]; // filled positions by state
   }
 
@@ -72,9 +72,10 @@ export class Run {
       const known = this.cells[position]?.at(-1);
       if (known) known.until = this.last;
     }
-    const own = new Set([lookahead, ...(further ?? [])].map((fill) => fill?.position));
+    const own = new Map([lookahead, ...(further ?? [])].map((fill) => [fill?.position, "as the winning branch's own token"]));
+    for (const { position } of (event.drafted ?? []).slice(0, event.accepted ?? 0)) own.set(position, "as drafted");
     for (const fill of [...fills, ...edits]) {
-      (this.cells[fill.position] ??= []).push({ fill, pass: this.last, own: own.has(fill.position), until: Infinity });
+      (this.cells[fill.position] ??= []).push({ fill, pass: this.last, own: own.get(fill.position), until: Infinity });
     }
     this.counts[this.last] = (this.counts[this.last - isStep] ?? 0) + fills.length - remasked.length;
   }
@@ -120,9 +121,10 @@ export class Run {
   sentence(i) {
     const step = this.steps[i - 1];
     if (!step) return this.start ? "Before the first pass: nothing is filled." : "Waiting for the server.";
-    const own = step.branches[step.winner].lookahead;
+    const own = step.branches[step.winner].lookahead, drafts = step.drafted?.length;
     const anchor = step.branches.length > 1 ? "the anchor won" : "there was no branch";
-    const who = own ? `branch ${step.winner} won with “${shown(own)}” at ${own.position}` : anchor;
+    const checked = step.accepted == null ? `${count(drafts, "draft")} to check` : `${step.accepted} of ${count(drafts, "draft")} accepted`;
+    const who = own ? `branch ${step.winner} won with “${shown(own)}” at ${own.position}` : drafts ? checked : anchor;
     const which = `Pass ${i} of ${this.last}${this.done || this.problem ? "" : " so far"}`;
     return `${which}: ${count(step.fills.length, "position")} filled, ${who}; ${this.counts[i]} of ${step.canvas_length} filled.`;
   }
