@@ -40,6 +40,8 @@ def test_ranks_decode_as_one_process(tp: int, bp: int, tmp_path: Path) -> None:
     together = ranks.generate(tp * bp, [job(model, **size) for model in models], tmp_path)
     for found, expected in zip(together, alone, strict=True):
         names = ("tokens", "winners", "forwards", "fills", "cached")
-        assert [[each[name] for name in names] for each in found] == [[each[name] for name in names] for each in expected]
+        assert [[each[name] for name in names] for each in found] == [
+            [each[name] for name in names] for each in expected
+        ]
         assert found[0]["tokens"] == found[1]["tokens"] == found[3]["tokens"]
         assert any(found[1]["winners"])
