@@ -21,6 +21,7 @@ from lopa_ascend.config.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, SIN
 from lopa_ascend.config.int8_files import DESCRIPTION, MODELSLIM_WEIGHTS
 from lopa_ascend.config.kinds import format_size
 from lopa_ascend.hub import Name
+from lopa_ascend.model.registry import find_model
 
 FIRST = ("generation_config.json", DESCRIPTION, INDEX, f"{MODELSLIM_WEIGHTS}.index.json")
 """Patterns of the files that say, with config.json, what is to be downloaded and whether it fits."""
@@ -106,7 +107,18 @@ class Repository:
             never = f"; {pickles[0]} is never read, because a pickle can run code" if pickles else ""
             raise self._error(f"{self} has no {shown(absent[0])}, expected weights in safetensors{never}")
         self.weight_bytes = sum(self._sizes[file] for file in weights) or self._claimed_bytes()
-        self._wanted = [*texts, *weights]
+        self._wanted = [*texts, *weights, *self._draft_adapter()]
+
+    def _draft_adapter(self) -> list[str]:
+        """The files of the adapter for drafts that a model of some families has in a folder of its own."""
+        if not self._is_model:
+            return []
+        try:
+            family = find_model(read_json_object(self.directory / self._config, ConfigError))
+        except (ConfigError, ValueError):  # the engine refuses the file
+            return []
+        folder = None if family is None else family.draft_adapter
+        return [file for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if (file := f"{folder}/{name}") in self._sizes]
 
     def _weights(self, files: Collection[str]) -> list[str]:
         """The files of the weights, as the loader finds them among these."""

@@ -97,7 +97,7 @@ def test_samples_have_the_distribution_of_ar() -> None:
         for _ in range(3):
             fields = {"max_new_tokens": 1, "ignore_eos": True, "top_logprobs": top_k, "temperature": temperature}
             outputs = generated(engine, [([*prompt, *known], {**fields, "seed": 1}) for known in found], decoding="ar")
-            longer = {}
+            longer = dict[tuple[int, ...], float]()
             for (known, share), output in zip(found.items(), outputs, strict=True):
                 total = sum(prob for _, prob in output.alternatives[0])
                 longer |= {(*known, token): share * prob / total for token, prob in output.alternatives[0]}
