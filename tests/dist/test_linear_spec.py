@@ -16,6 +16,7 @@ WAYS: list[dict[str, Any]] = [
     {"decoding": "linear_spec"},
     {"decoding": "lopa", "base": "linear_spec", "num_branches": 3},
     {"decoding": "lopa", "base": "linear_spec", "num_branches": 2, "temperature": 0.8, "seed": 4, "top_logprobs": 2},
+    {"decoding": "lopa", "base": "linear_spec", "num_branches": 3, "branch_rows": "ahead"},
     {"decoding": "ar"},
 ]
 
@@ -23,7 +24,7 @@ WAYS: list[dict[str, Any]] = [
 def job(model: str, **options: Any) -> dict[str, Any]:
     """The first and the last requests have the same prompt; so the prefix cache holds what drafts were checked on."""
     first = [5, 33, 18, 24, 39, 7, 30] * 3
-    prompts = first, first, [7, 30, 41] * 9, first
+    prompts = first, first, [7, 30, 41] * 9, first, first
     ways = [{"max_new_tokens": 30, "block_size": 8, "ignore_eos": True, **way} for way in WAYS]
     return {
         "model": str(GOLDEN / model),
@@ -43,5 +44,6 @@ def test_ranks_decode_as_one_process(tp: int, bp: int, tmp_path: Path) -> None:
         assert [[each[name] for name in names] for each in found] == [
             [each[name] for name in names] for each in expected
         ]
-        assert found[0]["tokens"] == found[1]["tokens"] == found[3]["tokens"]
+        assert found[0]["tokens"] == found[1]["tokens"] == found[3]["tokens"] == found[4]["tokens"]
         assert any(found[1]["winners"])
+        assert found[3]["forwards"] < found[0]["forwards"]
