@@ -20,8 +20,8 @@ from lopa_ascend.config import ConfigError, ParameterError
 from lopa_ascend.config.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, SINGLE_FILE, read_json_object, shown
 from lopa_ascend.config.int8_files import DESCRIPTION, MODELSLIM_WEIGHTS
 from lopa_ascend.config.kinds import format_size
+from lopa_ascend.families import FAMILIES
 from lopa_ascend.hub import Name
-from lopa_ascend.model.registry import find_model
 
 FIRST = ("generation_config.json", DESCRIPTION, INDEX, f"{MODELSLIM_WEIGHTS}.index.json")
 """Patterns of the files that say, with config.json, what is to be downloaded and whether it fits."""
@@ -114,11 +114,12 @@ class Repository:
         if not self._is_model:
             return []
         try:
-            family = find_model(read_json_object(self.directory / self._config, ConfigError))
-        except (ConfigError, ValueError):  # the engine refuses the file
+            model_type = read_json_object(self.directory / self._config, ConfigError).get("model_type")
+        except ConfigError:  # the engine refuses the file
             return []
-        folder = None if family is None else family.draft_adapter
-        return [file for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if (file := f"{folder}/{name}") in self._sizes]
+        folders = {family.draft_adapter for family in FAMILIES.values() if family.model_type == model_type}
+        files = [f"{folder}/{name}" for folder in folders for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+        return [file for file in files if file in self._sizes]
 
     def _weights(self, files: Collection[str]) -> list[str]:
         """The files of the weights, as the loader finds them among these."""

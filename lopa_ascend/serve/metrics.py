@@ -184,6 +184,7 @@ class Metrics:
         labels = self._labels("")
         for reason in FINISH_REASONS:
             self._success.labels(*labels, reason)
+        self._accepted_at.labels(*labels, "0")
         counters = (
             self._prompt, self._generated, self._denoising, self._committed, self._canvas,
             self._drafts, self._drafted, self._accepted, self._seconds,
