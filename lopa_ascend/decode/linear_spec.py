@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.config.kinds import Number
+from lopa_ascend.config.kinds import Choice, Number
 from lopa_ascend.config.settings import research
 from lopa_ascend.decode.causal import Autoregressive
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2Params
@@ -72,8 +72,13 @@ class LinearSpec(Autoregressive):
 
     @property
     def num_wanted(self) -> int:
-        """The most branches beside the main row that check drafts."""
+        """The most branches beside the main row."""
         return 0
+
+    @property
+    def writes_on(self) -> bool:
+        """Whether a branch checks the drafts behind its second choice."""
+        return True
 
     @classmethod
     def row_length(cls, params: DecodingParams) -> int:
@@ -86,14 +91,17 @@ class LinearSpec(Autoregressive):
         if plan is None or not self.num_forwards:  # the prompt's last position predicts the first token
             return plan
         (row,) = plan.rows
-        room = self.limit - row.end  # positions to be written
-        end = row.start + min(self.params.block_size, room + 1)
-        drafted = range(row.end, end) if room > 1 else range(0)
+        drafted = self._drafted_behind(row.start)
         if missing := [position for position in drafted if position not in self._drafts]:
             tokens = (self._drafts[position].token if position in self._drafts else self.mask for position in drafted)
-            draft = RowPlan(row.start, (*row.tokens, *tokens), row.start, (end,), tuple(missing), drafts=True)
+            draft = RowPlan(row.start, (*row.tokens, *tokens), row.start, (drafted.stop,), tuple(missing), drafts=True)
             return replace(plan, num_new=0, rows=(draft,))
         return self._verifying(plan, [self._drafts[position].token for position in drafted])
+
+    def _drafted_behind(self, position: int) -> range:
+        """The positions of a block that begins with a known token, behind it. One that is the last needs no draft."""
+        room = self.limit - position - 1
+        return range(position + 1, position + min(self.params.block_size, room + 1)) if room > 1 else range(0)
 
     def _verifying(self, plan: SequencePlan, drafts: Sequence[int]) -> SequencePlan:
         """The pass that checks drafts.
@@ -108,14 +116,18 @@ class LinearSpec(Autoregressive):
         return replace(plan, num_new=0, rows=rows, winner_commits=len(rows) > 1, fills_all_slots=True)
 
     def _branches(self, row: RowPlan, drafts: Sequence[int], num_useful: int) -> list[RowPlan]:
-        """The rows that check second choices, by rank: the main row with the second choice for one position."""
+        """The rows of second choices, by rank: each has that for one position, behind the drafts."""
         found = list[RowPlan]()
         for place in self._places(row.end, min(num_useful + 1, len(drafts))):
-            second = self._drafts[row.end + place].second
+            position, second = row.end + place, self._drafts[row.end + place].second
             useful = self._useful([*drafts[:place], second, *drafts[place + 1 :]])
             if len(useful) > place and len(found) < self.num_wanted:
-                found.append(self._checking(row, useful, row.end + place))
-        return found
+                found.append(self._branch(row, useful, position))
+        return [branch for branch in found if branch.masked]
+
+    def _branch(self, row: RowPlan, drafts: Sequence[int], position: int) -> RowPlan:
+        """The row of the second choice for a position: the main row with it."""
+        return self._checking(row, drafts, position)
 
     def _places(self, first: int, count: int) -> list[int]:
         """The places among the drafts by the tokens that the second choice is expected to add, the most first; the
@@ -130,7 +142,7 @@ class LinearSpec(Autoregressive):
         for place in reversed(range(count)):
             before = math.prod(draft.max_prob for draft in drafts[:place])
             gains.append((-before * drafts[place].second_prob * (1 + following), place))
-            following = drafts[place].max_prob * (1 + following)
+            following = drafts[place].max_prob * (1 + following) if self.writes_on else 0.0
         return [place for gain, place in sorted(gains) if gain]
 
     def _useful(self, drafts: Sequence[int]) -> Sequence[int]:
@@ -177,34 +189,42 @@ class LinearSpec(Autoregressive):
 
     def _drafted(self, record: StepRecord, row: RowPlan, result: RowResult) -> StepRecord:
         """The record of a pass that drafts."""
+        kept = self._take(row, result)
+        self._drafts |= {draft.position: draft for draft in kept}
+        return replace(record, drafted=tuple(kept))
+
+    def _take(self, row: RowPlan, result: RowResult) -> list[Draft]:
+        """What a row drafts."""
         drafts = [
             Draft(fill.position, fill.token, fill.max_prob, fill.confidence, second, prob)
             for fill, (second, prob) in zip(self.predicted(row, result), result.seconds, strict=True)
         ]
         kept = [draft for draft in drafts if draft.max_prob >= self.own.draft_threshold]
-        kept = kept or [max(drafts, key=lambda draft: draft.max_prob)]
-        self._drafts |= {draft.position: draft for draft in kept}
-        return replace(record, drafted=tuple(kept))
+        return kept or [max(drafts, key=lambda draft: draft.max_prob)]
 
     def _checked(self, record: StepRecord, plan: SequencePlan, results: Sequence[RowResult]) -> StepRecord:
         """The record of a pass that checks drafts, and writes what is right and one token more. If this is the second
-        choice of a branch, the branch goes on."""
+        choice of a branch, the branch goes on, or has the next drafts."""
         *others, main = plan.rows
         written = self._write(self.predicted(main, results[-1]), main.tokens[1:])
         drafted = [self._drafts[position] for position in main.masked[:-1]]
         matched = sum(fill.token == draft.token for fill, draft in zip(written, drafted, strict=False))
-        last, winner, own = written[-1], len(others), tuple[Fill, ...]()
+        last, winner, own, ready = written[-1], len(others), tuple[Fill, ...](), list[Draft]()
         for rank, row in enumerate(others if self.anchor.masks else ()):
             place = last.position - row.start
-            if row.compute_from == last.position and row.tokens[place] == last.token:
-                winner, own = rank, (last,)
-                written += self._write(self.predicted(row, results[rank]), row.tokens[place + 1 :])
+            if row.compute_from != last.position or row.tokens[place] != last.token:
+                continue
+            if row.drafts:
+                ready = self._take(row, results[rank])
+                continue
+            winner, own = rank, (last,)
+            written += self._write(self.predicted(row, results[rank]), row.tokens[place + 1 :])
         second = matched < min(len(written), len(drafted)) and written[matched].token == drafted[matched].second
         branches = [BranchRecord((self._second(row),), row.end, len(row.masked), 0.0) for row in others]
         branches.append(record.branches[-1])
         if own:
             branches[winner] = replace(branches[winner], own_fills=own, confirmed_by=(len(others),))
-        self._drafts = {}
+        self._drafts = {draft.position: draft for draft in ready}
         return replace(
             record,
             span=(main.start, plan.rows[winner].end),
@@ -239,6 +259,13 @@ class LinearSpec(Autoregressive):
 class LopaLinearSpecParams(LookaheadParams, LinearSpecParams):
     """LoPA over linear self-speculation."""
 
+    branch_rows: str = research(
+        "second",
+        Choice(("second", "ahead")),
+        'what branches of `base` "linear_spec" hold: "second": the draft\'s second choice for one position, and the '
+        'drafts behind it; "ahead": the next draft behind that second choice, which saves a pass if it is right',
+    )
+
 
 class LopaLinearSpec(Lookaheads, LinearSpec):
     """One sequence under LoPA over linear self-speculation: branches check second choices beside the drafts. One at
@@ -250,6 +277,25 @@ class LopaLinearSpec(Lookaheads, LinearSpec):
     @property
     def num_wanted(self) -> int:
         return 0 if self.params.is_auto and self.is_crowded else self.params.lookaheads
+
+    @property
+    def writes_on(self) -> bool:
+        return self.own.branch_rows == "second"
+
+    def _branch(self, row: RowPlan, drafts: Sequence[int], position: int) -> RowPlan:
+        checking = super()._branch(row, drafts, position)
+        if self.writes_on:
+            return checking
+        positions = self._drafted_behind(position)
+        return replace(
+            checking,
+            tokens=(*checking.tokens[: position + 1 - row.start], *[self.mask] * len(positions)),
+            entry_ends=(positions.stop,),
+            causal_end=position,
+            masked=tuple(positions),
+            logit_shift=None,
+            drafts=True,
+        )
 
     @property
     def known_winner(self) -> None:

@@ -495,6 +495,7 @@ class Engine:
             record=record if sequence.request.trace else None,
             num_drafted=0 if record is None or record.accepted is None else len(record.drafted),
             num_accepted=0 if record is None else record.accepted or 0,
+            second_was_right=record is not None and record.second_was_right,
             canvas_positions=sequence.canvas_positions,
             continuation_logprobs=sequence.continuation_logprobs,
             gap_ends=gap_ends,

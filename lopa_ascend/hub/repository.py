@@ -20,6 +20,7 @@ from lopa_ascend.config import ConfigError, ParameterError
 from lopa_ascend.config.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, SINGLE_FILE, read_json_object, shown
 from lopa_ascend.config.int8_files import DESCRIPTION, MODELSLIM_WEIGHTS
 from lopa_ascend.config.kinds import format_size
+from lopa_ascend.families import FAMILIES
 from lopa_ascend.hub import Name
 
 FIRST = ("generation_config.json", DESCRIPTION, INDEX, f"{MODELSLIM_WEIGHTS}.index.json")
@@ -106,7 +107,19 @@ class Repository:
             never = f"; {pickles[0]} is never read, because a pickle can run code" if pickles else ""
             raise self._error(f"{self} has no {shown(absent[0])}, expected weights in safetensors{never}")
         self.weight_bytes = sum(self._sizes[file] for file in weights) or self._claimed_bytes()
-        self._wanted = [*texts, *weights]
+        self._wanted = [*texts, *weights, *self._draft_adapter()]
+
+    def _draft_adapter(self) -> list[str]:
+        """The files of the adapter for drafts that a model of some families has in a folder of its own."""
+        if not self._is_model:
+            return []
+        try:
+            model_type = read_json_object(self.directory / self._config, ConfigError).get("model_type")
+        except ConfigError:  # the engine refuses the file
+            return []
+        folders = {family.draft_adapter for family in FAMILIES.values() if family.model_type == model_type}
+        files = [f"{folder}/{name}" for folder in folders for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+        return [file for file in files if file in self._sizes]
 
     def _weights(self, files: Collection[str]) -> list[str]:
         """The files of the weights, as the loader finds them among these."""

@@ -152,7 +152,7 @@ def build_batch(
         source=_tensor(sources),
         entries=entries,
         rows=_tensor([part.predicting for part in parts] + [part.committing for part in parts]),
-        num_drafts=sum(span.length for number, span in laid_out if items[number][0].rows[span.row].drafts),
+        num_drafts=sum(span.length for number, span in laid_out if _drafts(items[number][0], span)),
     )
     return Batch(inputs, tuple(parts))
 
@@ -165,7 +165,12 @@ def _laid_out(shares: Sequence[Share], compiled: bool) -> list[tuple[int, Span]]
     """The attention entries of all shares, with the index of the share, in the order of the batch: share by share, but
     entries that draft come first, as ``ForwardInputs`` wants them."""
     spans = [(number, span) for number, share in enumerate(shares) for span in _spans(share, compiled)]
-    return sorted(spans, key=lambda each: not shares[each[0]].rows[each[1].row].drafts)
+    return sorted(spans, key=lambda each: not _drafts(shares[each[0]], each[1]))
+
+
+def _drafts(share: Share, span: Span) -> bool:
+    """Whether the tokens of an entry draft; those that are read causally do not."""
+    return share.rows[span.row].drafts and not span.is_causal
 
 
 def _spans(share: Share, compiled: bool) -> list[Span]:

@@ -267,7 +267,6 @@ def _counted(sequence: Sequence, part: Part) -> List[List[int]]:
     rows, end = part.share.rows, len(sequence.request.prompt) + len(answer)
     if not any(row.is_causal and len(row.masked) > 1 for row in rows):
         return [answer]
-    places = zip(part.predicted_rows.tolist(), part.positions.tolist(), strict=True)
-    return [
-        (*answer, *rows[row].tokens[end - rows[row].start : position - rows[row].start]) for row, position in places
-    ]
+    places = zip((rows[row] for row in part.predicted_rows), part.positions.tolist(), strict=True)
+    stops = ((row, row.masked[0] if row.drafts else position) for row, position in places)
+    return [(*answer, *row.tokens[end - row.start : stop - row.start]) for row, stop in stops]

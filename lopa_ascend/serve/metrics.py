@@ -159,6 +159,15 @@ class Metrics:
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Forward passes that checked drafted tokens.")
         self._drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were checked.")
         self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self._accepted_at = self._labelled(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by their place.",
+            "position",
+        )
+        self._seconds = self._counter(
+            "lopa:draft_second_choices",
+            "Forward passes that wrote the draft's second choice where they refused the first.",
+        )
         self._iteration = self._histogram("vllm:iteration_tokens_total", "Tokens that became final in a step.", TOKENS)
         self._forward = self._histogram("lopa:forward_seconds", "Duration of a step of the engine.", SECONDS)
         self._tpf = self._histogram(
@@ -175,9 +184,10 @@ class Metrics:
         labels = self._labels("")
         for reason in FINISH_REASONS:
             self._success.labels(*labels, reason)
+        self._accepted_at.labels(*labels, "0")
         counters = (
             self._prompt, self._generated, self._denoising, self._committed, self._canvas,
-            self._drafts, self._drafted, self._accepted,
+            self._drafts, self._drafted, self._accepted, self._seconds,
         )  # fmt: skip
         histograms = (self._iteration, self._forward, self._tpf, self._prompt_sizes, self._answer_sizes)
         for metric in (*counters, *histograms, *self._times.values()):
@@ -204,6 +214,9 @@ class Metrics:
                 self._drafts.labels(*labels).inc()
                 self._drafted.labels(*labels).inc(update.num_drafted)
                 self._accepted.labels(*labels).inc(update.num_accepted)
+                self._seconds.labels(*labels).inc(update.second_was_right)
+                for place in range(update.num_accepted):
+                    self._accepted_at.labels(*labels, str(place)).inc()
 
     def observe_end(self, choices: Sequence[Timeline], reason_if_unfinished: str, engines: Sequence[str]) -> None:
         """Counts the choices of a request that has ended.

@@ -66,7 +66,8 @@ class RowPlan:
     """The logits at position q - logit_shift predict the token at q; with 1 ``masked`` may be ``end`` too. None: as
     ``ModelProperties`` says."""
     drafts: bool = False
-    """What it predicts is verified by a later pass. Weights that a model has for drafts alone compute it."""
+    """What it predicts is verified by a later pass. Weights that a model has for drafts alone compute it, but for what
+    is causal."""
     stale_end: int = 0
     """If it is larger than ``end``, the queries also see the positions from ``end`` up to this one, by the keys and
     values that an earlier pass has left in the cache."""

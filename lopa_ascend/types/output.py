@@ -95,6 +95,8 @@ class Update(WithTokens):
     """Drafted tokens that the step checked."""
     num_accepted: int = 0
     """How many of them it accepted."""
+    second_was_right: bool = False
+    """See ``StepRecord``."""
     canvas_positions: int = 0
     """Positions of the answer in the rows of all branches and forward passes, on all ranks."""
     continuation_logprobs: tuple[tuple[float, ...], ...] = ()

@@ -4,6 +4,8 @@
     bench decode --json                               the same as one line, to compare two checkouts
     bench decode --random --windows full block_causal --floors
     bench decode --requests 1 8 32 --cached-prompts   what decoding requests together gains
+    bench decode --model MODEL --branches 0 3 --params base=linear_spec
+                                                      drafts that a causal model checks, without and with branches
     bench decode --prompt-tokens 200 600              how long a step with a long prompt makes others wait
     bench decode --requests 16 --new-tokens 4000 --arriving 16384   and one that comes in while these decode
     bench decode --graph-mode inductor --branches 3   compiled steps; minutes of compilation first
@@ -26,6 +28,9 @@ prompt is computed.
 Below it the CPU milliseconds of an engine step by part; --floors adds the least time that each part could take, by
 peaks of this machine that are measured in the same run (scripts/bench/parts.py). Compiled steps cannot be divided: of
 them "inputs" and "absorb" are the host's work to send a step off and to take in its result.
+
+Where drafts are checked, a line says how many tokens a round has written, how often the draft for each place was right
+where those before it were, and how often the draft's second choice was what was written in the place of a wrong one.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ import itertools
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +52,7 @@ from lopa_ascend.config import (
     ParameterError,
 )
 from lopa_ascend.config.combinations import fitting_defaults
-from lopa_ascend.config.settings import refuse_unknown, settings
+from lopa_ascend.config.settings import Setting, refuse_unknown, settings
 from lopa_ascend.decode.block_pipeline import WINDOW_ATTENTIONS
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.families import recommended_decoding
@@ -131,8 +137,8 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if args.graph_mode != "eager" and any(len(values) > 1 for values in lists):
         parser.error("steps are compiled for one decoding: give one of --branches, --block-size and --windows")
     try:
-        params = _given(DecodingParams, args.params)
-        report = measure_all(args, _given(EngineConfig, args.engine), params)
+        params = _given(DecodingParams.parameters(), args.params)
+        report = measure_all(args, _given(settings(EngineConfig), args.engine), params)
     except (ConfigError, ParameterError) as error:
         parser.error(str(error))
     if args.json:
@@ -142,13 +148,13 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 0
 
 
-def _given(owner: type[Any], texts: list[str]) -> dict[str, Any]:
+def _given(known: Mapping[str, Setting], texts: list[str]) -> dict[str, Any]:
     """The values of NAME=VALUE.
 
     Raises:
         ParameterError: there is no such name, or the value is of the wrong kind.
     """
-    given, known = dict(text.partition("=")[::2] for text in texts), settings(owner)
+    given = dict(text.partition("=")[::2] for text in texts)
     refuse_unknown(given, list(known))
     found = {}
     for name, text in given.items():
@@ -247,7 +253,7 @@ def case_params(
         given: further decoding parameters.
     """
     options: dict[str, Any] = {
-        "decoding": "lopa" if case.k else "d2f",
+        "decoding": "lopa" if case.k else given.get("base", "d2f"),
         "num_branches": case.k,
         "window_attention": case.window,
         "max_new_tokens": args.new_tokens,
@@ -257,6 +263,8 @@ def case_params(
     if args.random:
         options |= {"confidence": "neg_entropy", "finish_at_eos": False, "ignore_eos": True}
     options |= given
+    if not case.k:
+        options.pop("base", None)
     return DecodingParams(**{**fitting_defaults(recommended, options), **options})
 
 
@@ -289,6 +297,14 @@ def _of_case(case: Case) -> dict[str, Any]:
     }
 
 
+def describe_drafts(found: dict[str, Any]) -> str:
+    places = " ".join(f"{right / reached:.2f}" for reached, right in found["places"])
+    return (
+        f"{found['rounds']} rounds of {found['tokens_per_round']:.2f} tokens; right by place: {places}; second choice "
+        f"right in {found['seconds']} of {found['wrong']} wrong drafts"
+    )
+
+
 def print_tables(report: dict[str, Any]) -> None:
     """Prints the tables of figures and of parts in Markdown."""
     of_all = (f"{name} {report[name]}" for name in ("model", "dtype", "threads", "graph_mode", "start_seconds"))
@@ -318,5 +334,7 @@ def print_tables(report: dict[str, Any]) -> None:
             cells.append(f"{1000 * one['parts'].get(name, 0) / one['steps']:.1f}{floor}")
         print(f"| {' | '.join(cells)} |")
     for one in decodes:
+        if "drafts" in one:
+            print(f"\nk = {one['k']}: {describe_drafts(one['drafts'])}")
         if "padding" in one:
             print(f"\nk = {one['k']}: {one['padding']:.0%} of the tokens of compiled steps are padding")

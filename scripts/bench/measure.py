@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -74,6 +75,8 @@ class Decode:
             "longest_step_ms": round(1000 * max(self.steps), 2),
             "parts": {name: round(seconds, 4) for name, seconds in self.parts.items()},
         }
+        if drafts := draft_figures(self.outputs):
+            found["drafts"] = drafts
         if peaks is not None and self.work is not None:
             found["floors"] = {name: round(part.floor(peaks), 4) for name, part in self.work.by_name.items()}
         if self.padding is not None:
@@ -126,7 +129,31 @@ def decode(
 def _generated(
     llm: LLM, batches: Iterable[Sequence[Sequence[int]]], params: DecodingParams
 ) -> Iterator[GenerationOutput]:
-    return itertools.chain.from_iterable(llm.generate(batch, params, quiet=True) for batch in batches)
+    trace: bool = params.strategy.drafts
+    return itertools.chain.from_iterable(llm.generate(batch, params, trace=trace, quiet=True) for batch in batches)
+
+
+def draft_figures(outputs: Iterable[GenerationOutput]) -> dict[str, Any]:
+    """What passes that check drafts have found; nothing if there are none. ``places``: for each place how many rounds
+    had a draft there behind right ones, and how many of these were right."""
+    rounds = [
+        (len(record.drafted), record.accepted, record)
+        for output in outputs
+        for record in output.trace or ()
+        if record.accepted is not None
+    ]
+    if not rounds:
+        return {}
+    reached = Counter(place for drafted, right, _ in rounds for place in range(min(right + 1, drafted)))
+    accepted = Counter(place for _, right, _ in rounds for place in range(right))
+    written = sum(record.committed for _, _, record in rounds)
+    return {
+        "rounds": len(rounds),
+        "tokens_per_round": round(written / len(rounds), 3),
+        "places": [[reached[place], accepted[place]] for place in sorted(reached)],
+        "wrong": reached.total() - accepted.total(),
+        "seconds": sum(record.second_was_right for _, _, record in rounds),
+    }
 
 
 def _measured(llm: LLM, run: Callable[[], object]) -> tuple[dict[str, float], Parts | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,10 @@ def test_the_answer_is_that_of_ar_to_the_bit(model: str, dtype: str) -> None:
     assert [written(output) for output in together] == expected
     assert [written(output) for output in alone] == expected
     assert [output.num_forwards for output in together] == [output.num_forwards for output in alone]
-    branches = [(prompt, {**fields, "num_branches": rng.choice([1, 3, 7])}) for prompt, fields in drafting]
+    branches = [
+        (prompt, {**fields, "num_branches": rng.choice([1, 3]), "branch_rows": rng.choice(["second", "ahead"])})
+        for prompt, fields in drafting
+    ]
     with_branches = generated(engine, branches, decoding="lopa", base="linear_spec")
     assert [written(output) for output in with_branches] == expected
     for record in [record for output in with_branches for record in output.trace or ()]:
@@ -84,3 +88,42 @@ def test_the_answer_is_that_of_ar_to_the_bit(model: str, dtype: str) -> None:
             continue
         assert record.committed == len(record.fills) + len(record.branches[record.winner].own_fills)
         assert record.committed >= record.accepted + 1 or record.committed == record.accepted
+
+
+def test_samples_have_the_distribution_of_ar() -> None:
+    """Of three tokens, against the probabilities of "ar", by a chi-square test that refuses another temperature."""
+    engine = Engine(EngineConfig(model=str(GOLDEN / "orthrus/model_a"), dtype="float32"))
+    prompt, top_k, count = list(range(20, 33)), 3, 400
+
+    def distribution(temperature: float) -> dict[tuple[int, ...], float]:
+        found: dict[tuple[int, ...], float] = {(): 1.0}
+        for _ in range(3):
+            fields = {"max_new_tokens": 1, "ignore_eos": True, "top_logprobs": top_k, "temperature": temperature}
+            outputs = generated(engine, [([*prompt, *known], {**fields, "seed": 1}) for known in found], decoding="ar")
+            longer = dict[tuple[int, ...], float]()
+            for (known, share), output in zip(found.items(), outputs, strict=True):
+                total = sum(prob for _, prob in output.alternatives[0])
+                longer |= {(*known, token): share * prob / total for token, prob in output.alternatives[0]}
+            found = longer
+        return found
+
+    fields: dict[str, Any] = {"max_new_tokens": 3, "ignore_eos": True, "temperature": 2.5, "top_k": top_k}
+    asked = [(prompt, {**fields, "seed": seed, "block_size": 3}) for seed in range(count)]
+    outputs = generated(engine, asked, decoding="linear_spec")
+    counts = Counter(output.token_ids for output in outputs)
+
+    def chi_square(expected: dict[tuple[int, ...], float]) -> tuple[float, float]:
+        """The statistic, with rare answers as one; and the quantile that it exceeds once in a thousand times."""
+        assert counts.keys() <= expected.keys()
+        cells = [(counts[each], count * share) for each, share in expected.items()]
+        rare = [cell for cell in cells if cell[1] < 5]
+        cells = [cell for cell in cells if cell[1] >= 5] + [(sum(n for n, _ in rare), sum(mean for _, mean in rare))]
+        part = 2 / (9 * (len(cells) - 1))  # the approximation of Wilson and Hilferty
+        quantile = (len(cells) - 1) * (1 - part + 3.09 * part**0.5) ** 3
+        return sum((n - mean) ** 2 / mean for n, mean in cells), quantile
+
+    records = [record for output in outputs for record in output.trace or ()]
+    assert 0 < sum(record.accepted or 0 for record in records) < sum(record.accepted is not None for record in records)
+    for temperature, is_right in ((2.5, True), (3.5, False)):
+        statistic, quantile = chi_square(distribution(temperature))
+        assert (statistic < quantile) is is_right

@@ -67,6 +67,8 @@ def model_of(path: Path, tp: Group = ALONE, **options: Any) -> Decoder:
     family = find_model(checkpoint.config_json(path))
     assert family is not None
     found = checkpoint.open_checkpoint(path, family)
+    if family.draft_adapter and (folder := path / family.draft_adapter).is_dir():
+        options["draft_adapter"] = checkpoint.open_draft_adapter(folder, found.expected, family.name)
     return Decoder(family, *checkpoint.load(found, shard=Shard(tp.rank, tp.size), **options), CpuOps(), tp)
 
 
@@ -92,7 +94,9 @@ class Passes:
         shape = (2, c.num_layers, len(self.table), PAGE_SIZE, c.local_kv_heads(model.tp.size), c.head_dim)
         self.caches = torch.full(shape, torch.nan)
 
-    def logits(self, tokens: list[int], start: int, size: int, phase: int = 0, *, is_causal: bool = False) -> Tensor:
+    def logits(
+        self, tokens: list[int], start: int, size: int, phase: int = 0, *, is_causal: bool = False, drafts: bool = False
+    ) -> Tensor:
         """Of tokens from position ``start`` on, in blocks of ``size``."""
         end = start + len(tokens)
         cuts = sorted({start, *(at for at in range(phase, end, size) if at > start), end})
@@ -101,7 +105,7 @@ class Passes:
         tables, groups = self.table.expand(len(lengths), -1), tuple(range(len(lengths)))
         entries = Entries(lengths, tuple(cuts[1:]), tables, groups, prefixes, causal=(is_causal,) * len(lengths))
         at = torch.arange(start, end)
-        inputs = ForwardInputs(torch.tensor(tokens), at, at, None, entries, None)
+        inputs = ForwardInputs(torch.tensor(tokens), at, at, None, entries, None, len(tokens) if drafts else 0)
         return self.model.logits(self.model.forward(inputs, *map(list, self.caches)))
 
 
@@ -164,21 +168,25 @@ def test_golden_forward_passes(file: str, name: str, which: str, tmp_path: Path)
 @pytest.mark.parametrize("which", "ab")
 @pytest.mark.parametrize("name", ["nemotron", "pangu", "orthrus"])
 def test_golden_forward_passes_of_causal_models(name: str, which: str) -> None:
-    """A causal pass, and a block over the keys and values of its beginning. Orthrus drafts with other weights there."""
+    """A causal pass, and a block over the keys and values of its beginning, with the weights or the adapter of drafts
+    where the model has any."""
     path = GOLDEN / name / f"model_{which}"
     golden = json.loads((path / "forward.json").read_text())
     tokens, block, prefix = golden["input_ids"], golden["block_ids"], golden["prefix"]
-    views = ("causal", "block") if name != "orthrus" else ("causal",)
+    views = {"causal": False, "block": name == "orthrus"}
+    if "block_lora" in golden["logits"]:
+        views["block_lora"] = True
 
     def compute(model: Decoder) -> Tensor:
         passes = Passes(model, len(tokens))
+        _, *drafts = views.values()
         causal = passes.logits(tokens, 0, PAGE_SIZE, is_causal=True)
-        return torch.cat([causal, passes.logits(block, prefix, len(tokens))]) if "block" in views else causal
+        return torch.cat([causal, *(passes.logits(block, prefix, len(tokens), drafts=each) for each in drafts)])
 
     ours = model_of(path)
     bound = rounding.forward_bound(ours.config, len(tokens))
     logits = compute(ours)
-    for view, first in zip(views, (0, len(tokens)), strict=False):
+    for view, first in zip(views, (0, len(tokens), len(tokens) + len(block)), strict=False):
         for row, expected in golden["logits"][view].items():
             assert_near(logits[first + int(row)], torch.tensor(expected), bound)
         argmax = golden["argmax"][view]

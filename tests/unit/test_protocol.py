@@ -45,6 +45,7 @@ MODELS_OF = {
     "fast_dllm_v2": replace(BLOCK_CAUSAL, logit_shift=1),
     "causal_blocks": ModelProperties(logit_shift=0, attention="causal"),
     "ar": ModelProperties(logit_shift=0, attention="causal"),
+    "linear_spec": ModelProperties(logit_shift=0, attention="causal"),
 }
 """By decoding, or the one that "lopa" extends: a model for it. The others are for Dream."""
 NEEDED: dict[str, dict[str, Any]] = {  # by parameter, or by one of its values
@@ -66,6 +67,8 @@ NEEDED: dict[str, dict[str, Any]] = {  # by parameter, or by one of its values
     "routing_on": {"decoding": "s2d2", "routing": "score"},
     "routing_off": {"decoding": "s2d2", "routing": "hysteresis"},
     "routing_cost": {"decoding": "s2d2", "routing": "score"},
+    "draft_threshold": {"decoding": "linear_spec"},
+    "branch_rows": {"decoding": "lopa", "base": "linear_spec"},
     "routing_cost_of": {"decoding": "s2d2", "routing": "score"},
 }
 
