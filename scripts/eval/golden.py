@@ -381,8 +381,8 @@ def outcomes(folder: Path) -> Iterator[tuple[str, str | None]]:
         return str(case.model.resolve()), case.way
 
     for (model, way), group in groupby(sorted(cases, key=key), key):
-        with TemporaryDirectory() as folder:
-            named = Path(folder) / (way or "model")
+        with TemporaryDirectory() as temporary:
+            named = Path(temporary) / (way or "model")
             named.symlink_to(model)
             yield from _outcomes_of(named, list(group))
 
