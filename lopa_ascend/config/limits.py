@@ -209,7 +209,8 @@ class Limits:
 
     def _first_window(self, params: DecodingParams) -> int:
         """The most generated positions of the first block."""
-        return self.properties.limit(0, min(params.block_size, params.max_new_tokens), params.block_size)
+        size = params.strategy.row_length(params)
+        return self.properties.limit(0, min(size, params.max_new_tokens), size)
 
     def _check_branches(self, prompt_tokens: int, params: DecodingParams) -> None:
         """Refuses branches that one step cannot compute together even while windows are smallest. As windows grow, a
