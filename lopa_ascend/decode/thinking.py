@@ -8,7 +8,7 @@ from lopa_ascend.decode.constraint import Matcher
 from lopa_ascend.types import Thinking
 
 
-class AnyText:
+class FreeAnswer:
     """An answer that may be any text, without another mark that closes thoughts; see ``Matcher``.
 
     Args:

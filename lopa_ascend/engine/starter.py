@@ -9,7 +9,7 @@ from lopa_ascend.decode.constraint import Constraint, Matcher
 from lopa_ascend.decode.filters import filters_for
 from lopa_ascend.decode.masked import begin_masked
 from lopa_ascend.decode.strategy import SequenceStart
-from lopa_ascend.decode.thinking import AnyText, ThinkingMatcher
+from lopa_ascend.decode.thinking import FreeAnswer, ThinkingMatcher
 from lopa_ascend.kv.pages import PageTables
 from lopa_ascend.kv.prefix_cache import Prefix
 from lopa_ascend.runner.runner import Runner
@@ -74,7 +74,7 @@ class Starter:
         compiled = self.grammars.pop(request.request_id, None)
         thinking, number = asked.thinking, self._num_token_ids
         close = () if thinking is None else thinking.close
-        matcher: Matcher = AnyText(close, number) if compiled is None else compiled.matcher(ends)
+        matcher: Matcher = FreeAnswer(close, number) if compiled is None else compiled.matcher(ends)
         if thinking is not None:
             matcher = ThinkingMatcher(matcher, thinking, number)
         return Constraint(matcher, ends)

@@ -19,7 +19,7 @@ from lopa_ascend.config import DecodingParams, Limits, ParameterError
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.decode.strategy import SequenceStart
-from lopa_ascend.decode.thinking import AnyText, ThinkingMatcher
+from lopa_ascend.decode.thinking import FreeAnswer, ThinkingMatcher
 from lopa_ascend.serve.api.chat import ChatRequest
 from lopa_ascend.serve.api.completions import CompletionRequest
 from lopa_ascend.serve.api.decisions import DecisionRequest
@@ -361,7 +361,7 @@ def decoded(
     """The answer to a prompt of two tokens after predictions by place, elsewhere "a" with a probability of 0.4; and the
     generated tokens of each pass as it computes them."""
     params = DecodingParams.of(**{"decoding": "causal_blocks", "block_size": 8, "max_new_tokens": 16, **options})
-    answer = AnyText((CLOSE,), 320)
+    answer = FreeAnswer((CLOSE,), 320)
     constraint = Constraint(ThinkingMatcher(answer, Thinking(True, (), (CLOSE,), limit), 320), [316])
     strategy = begin(SequenceStart((1, 2), params, 319, frozenset([316]), properties=CAUSAL, constraint=constraint))
     computed = []
