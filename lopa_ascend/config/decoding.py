@@ -121,6 +121,8 @@ class DecodingParams(UsualParams):
 
         Which values compiled steps support is declared with each field.
         """
+        if self.strategy.decides_on_host:
+            return None
         for name, parameter in self.all_parameters().items():
             value = getattr(self, name)
             if parameter.graphs is GraphSupport.DECODING and not with_graphs(value):
@@ -250,7 +252,7 @@ class GraphParams:
         runs_eagerly = params.is_auto and params.branch_acceptance != "exact"
         return cls(
             num_branches=cls.num_branches if runs_eagerly else params.lookaheads,
-            block_size=params.block_size,
+            block_size=params.strategy.row_length(params),
             window_attention=params.window_attention,
             confidence=params.confidence,
             branch_acceptance=params.branch_acceptance,

@@ -84,8 +84,10 @@ def values_of(attribute: str) -> tuple[str, ...]:
 
 
 def with_graphs(decoding: str) -> bool:
-    """Whether compiled steps decode it. Each class says that for itself alone: a subclass decides otherwise."""
-    return any(vars(strategy).get("has_graphs", False) for strategy in variants_of(decoding))
+    """Whether compiled steps decode it. A class that decides on the device says so for itself alone: a subclass decides
+    otherwise."""
+    variants = variants_of(decoding)
+    return any(vars(strategy).get("has_graphs", False) or strategy.decides_on_host for strategy in variants)
 
 
 def all_decodings() -> Decodings:

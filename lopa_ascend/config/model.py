@@ -47,7 +47,11 @@ class YarnConfig:
     attention_factor: float
     """What cosines and sines are multiplied by."""
     query_beta: float
-    """Queries are multiplied by 1 + query_beta ln(1 + floor(position / original))."""
+    """See ``query_scale``."""
+
+    def query_scale(self, position: int) -> float:
+        """What the query at a position is multiplied by."""
+        return 1 + self.query_beta * math.log1p(position // self.original)
 
     def frequencies(self, theta: float, dim: int) -> list[float]:
         """Radians a position, of each pair of ``dim`` elements."""

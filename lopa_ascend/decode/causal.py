@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
 from lopa_ascend.decode.strategy import Only
@@ -24,6 +25,7 @@ class CausalBlocks(FastDllmV2):
     description = "block after block, each committed by a causal pass, for causal models"
     base = "causal_blocks"
     gives_ahead = True  # as Nemotron's code gives the end of its thoughts
+    decides_on_host = True
     forces_first = False  # the pass that commits a block predicts the first position of the next one
     only: ClassVar[Only] = {"sub_block_cache": (), "window_attention": ("block_causal",)}
 
@@ -69,6 +71,10 @@ class Autoregressive(CausalBlocks):
     def fits(cls, properties: ModelProperties) -> bool:
         """Whether the model is causal."""
         return properties.is_causal
+
+    @classmethod
+    def row_length(cls, params: DecodingParams) -> int:
+        return 1
 
     def extend(self, branch: Branch) -> Branch:
         return branch.open_block(1, self.mask) if self._may_open(branch) else branch

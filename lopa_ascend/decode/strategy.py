@@ -124,6 +124,8 @@ class Strategy(ABC):
     """Whether a block's passes see from the beginning what a grammar says comes later in it."""
     has_graphs: ClassVar[bool] = False
     """Whether compiled steps decode it. This is not inherited."""
+    decides_on_host: ClassVar[bool] = False
+    """Whether its forward passes alone are compiled. So they support all that a request asks."""
     own: Any
     editing: NoEditing = NO_EDITING
     successor: Strategy | None = None
@@ -164,6 +166,11 @@ class Strategy(ABC):
     def fits(cls, properties: ModelProperties) -> bool:
         """Whether it decodes models of these properties."""
         return True
+
+    @classmethod
+    def row_length(cls, params: DecodingParams) -> int:
+        """Positions of a block, and so of the rows of a compiled forward pass."""
+        return params.block_size
 
     @classmethod
     def ranked_by(cls, params: DecodingParams) -> str:

@@ -28,7 +28,7 @@ from lopa_ascend.engine.prepare import Prepared, choose_num_pages, prepare, requ
 from lopa_ascend.engine.profile import Profiles, RankTraces
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.engine.starter import Starter
-from lopa_ascend.graph.setup import build_executor
+from lopa_ascend.graph.setup import build_executor, build_forwards
 from lopa_ascend.hub import model_name
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.kv.prefix_cache import BlockPrefixCache, PrefixCache
@@ -153,13 +153,16 @@ class Engine:
             raise ParameterError("kv_cache_memory", f"{size} cannot be allocated; choose less") from error
 
     def _make_runner(self, model: Model, pool: KVPool, prepared: Prepared) -> Runner:
-        bp = self.mesh.bp
-        graphs = None
-        if prepared.graph_plan is not None:
+        bp, plan = self.mesh.bp, prepared.graph_plan
+        graphs = forwards = None
+        if plan is not None:
             world = self.mesh.world
-            prepared.graph_plan.compiler.on_every_rank = lambda fact: bool(world.minimum(int(fact), "start"))
-            graphs = build_executor(self.config, prepared.graph_plan, model, pool, prepared.num_token_ids, bp)
-        return Runner(EagerExecutor(model, pool, prepared.ops, bp), self.limits, graphs)
+            plan.compiler.on_every_rank = lambda fact: bool(world.minimum(int(fact), "start"))
+            if plan.forwards:
+                forwards = build_forwards(plan, model, pool, bp)
+            else:
+                graphs = build_executor(self.config, plan, model, pool, prepared.num_token_ids, bp)
+        return Runner(EagerExecutor(model, pool, prepared.ops, bp, forwards), self.limits, graphs)
 
     def _choose_seed(self) -> int:
         """The configured seed, or else one that rank 0 draws for all ranks."""

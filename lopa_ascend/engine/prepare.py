@@ -85,8 +85,8 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     graph_plan = None
     if config.graph_mode != "eager":
         identity = model_source.identity, max_model_len, num_token_ids, mesh.tp.rank, mesh.bp.rank
-        logit_shift = model_source.properties.logit_shift
-        graph_plan = plan_graphs(config, identity, logit_shift, max_model_len, max_num_batched_tokens, ops.max_queries)
+        properties = model_source.properties
+        graph_plan = plan_graphs(config, identity, properties, max_model_len, max_num_batched_tokens, ops.max_queries)
     return Prepared(
         model_source, ops, tokenizer, num_token_ids, eos_token_ids, max_model_len, max_num_batched_tokens, graph_plan
     )

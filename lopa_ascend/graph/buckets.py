@@ -69,6 +69,11 @@ class Bucket(NamedTuple):
         return self.sequences * self.slots * self.cells
 
     @property
+    def writes(self) -> int:
+        """Cache positions that it may write."""
+        return self.tokens
+
+    @property
     def name(self) -> str:
         """For messages and for files of compiled graphs."""
         return f"sequences{self.sequences}_blocks{self.blocks}_pages{self.pages}"
@@ -130,12 +135,17 @@ def declare(shape: Bucket, max_tokens: int) -> Buckets:
     fewest_blocks = min(max(2, blocks_for_branches), shape.max_blocks)
     buckets = [
         shape._replace(sequences=sequences, blocks=blocks)
-        for sequences in sorted({1, *_doubled(min(FEWEST_SEQUENCES, shape.sequences), shape.sequences)})
+        for sequences in ladder(shape.sequences)
         for blocks in _doubled(fewest_blocks, shape.max_blocks)
     ]
     smallest = min(bucket.tokens for bucket in buckets)
     affordable = [bucket for bucket in buckets if bucket.tokens <= max(max_tokens, smallest)]
     return Buckets(tuple(sorted(affordable, key=lambda bucket: (bucket.tokens, bucket.sequences))))
+
+
+def ladder(most: int) -> list[int]:
+    """The numbers of sequences, or of rows, that buckets are declared for."""
+    return sorted({1, *_doubled(min(FEWEST_SEQUENCES, most), most)})
 
 
 def _doubled(first: int, last: int) -> Iterable[int]:

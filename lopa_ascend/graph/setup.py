@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +15,7 @@ from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.graph.buckets import Bucket, Buckets, declare
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.graph.executor import GraphExecutor
+from lopa_ascend.graph.forwards import Forwards, Kind, Rows, declare_rows
 from lopa_ascend.graph.launcher import Graphs
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for, slots_for
 from lopa_ascend.kv.pool import KVPool
@@ -20,7 +23,9 @@ from lopa_ascend.model.base import Model
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.process.progress import progress
 from lopa_ascend.score.greedy import GreedyScore
+from lopa_ascend.types import ModelProperties
 
+L = TypeVar("L")
 logger = logging.getLogger(__name__)
 
 SMALL_WINDOWS = (
@@ -38,20 +43,28 @@ class GraphPlan:
     """The graphs that an engine will have, and the compiler that makes them. Nothing is compiled yet."""
 
     shape: Bucket
-    """The largest sizes of all buckets."""
-    buckets: Buckets
+    """The largest sizes of all steps."""
+    steps: tuple[Bucket, ...]
+    """Decode steps, in the order of their cost; none for a causal model."""
+    forwards: tuple[Rows, ...]
+    """Forward passes of a causal model."""
     compiler: Compiler
+
+    @property
+    def declared(self) -> tuple[Bucket, ...] | tuple[Rows, ...]:
+        """All buckets."""
+        return self.steps or self.forwards
 
     @property
     def num_padding_pages(self) -> int:
         """Pages that the KV pool needs in addition, for the keys and values of padding rows and cells."""
-        return pages_for(max(bucket.tokens for bucket in self.buckets.declared))
+        return pages_for(max(bucket.writes for bucket in self.declared))
 
     @property
     def num_attention_pages(self) -> int:
         """Pages with which one attention kernel of an NPU can take the largest step: one for each place in its page
         tables. With fewer, each layer takes several launches."""
-        return max(math.prod(bucket.shape("all_entries pages")) for bucket in self.buckets.declared)
+        return max(math.prod(bucket.shape("all_entries pages")) for bucket in self.declared)
 
     def score_memory(self, vocabulary: int, dtype: torch.dtype, confidence: str, has_kernel: bool) -> int:
         """Bytes that the scores of the largest step take: its logits and, unless one kernel reads these once, two or
@@ -63,7 +76,7 @@ class GraphPlan:
             confidence: see ``DecodingParams.confidence``.
             has_kernel: whether there is ``Ops.row_stats``.
         """
-        num_rows = max(bucket.tokens for bucket in self.buckets.declared)
+        num_rows = max(bucket.tokens for bucket in self.declared)
         num_tensors = 0 if has_kernel else 3 if confidence == "neg_entropy" else 2
         return num_rows * vocabulary * (dtype.itemsize + num_tensors * torch.float32.itemsize)
 
@@ -71,7 +84,7 @@ class GraphPlan:
 def plan_graphs(
     config: EngineConfig,
     identity: object,
-    logit_shift: int,
+    properties: ModelProperties,
     max_model_len: int,
     max_tokens: int,
     max_queries: int | None = None,
@@ -80,7 +93,7 @@ def plan_graphs(
 
     Args:
         identity: what graphs depend on besides the configuration; its ``repr`` tells cached graphs apart.
-        logit_shift: see ``ModelProperties``.
+        properties: the model's.
         max_tokens: tokens that a rank computes in a step, at most.
         max_queries: see ``Ops``.
 
@@ -88,11 +101,25 @@ def plan_graphs(
         GraphError: the graph mode has no room for so many graphs.
         ParameterError: the largest window has fewer positions than a graph has branches.
     """
+    shape = _largest(config, properties, max_model_len, max_queries)
+    steps = () if properties.is_causal else _windows(config, shape, max_tokens)
+    forwards = _rows(config, shape, max_tokens) if properties.is_causal else ()
+    params = config.graph_params
+    key = repr((identity, config.dtype, config.tensor_parallel_size, config.branch_parallel_size, params))
+    compiler = load_compiler(
+        config.device, config.graph_mode, key=f"{key} {config.attention_layout}", cache_dir=config.graph_cache
+    )
+    plan = GraphPlan(shape, steps, forwards, compiler)
+    compiler.check_buckets([bucket.name for bucket in plan.declared])
+    return plan
+
+
+def _largest(config: EngineConfig, properties: ModelProperties, max_model_len: int, max_queries: int | None) -> Bucket:
     params = config.graph_params
     slots = slots_for(1 + params.num_branches, config.branch_parallel_size)
     block_length = min(params.block_size, max_model_len)
     blocks = min(config.graph_window_blocks, -(-max_model_len // block_length))
-    shape = Bucket(
+    return Bucket(
         sequences=config.max_num_seqs,
         blocks=blocks,
         pages=pages_for(max_model_len),
@@ -102,24 +129,36 @@ def plan_graphs(
         max_blocks=blocks,
         full_attention=params.window_attention == "full",
         max_queries=max_queries,
-        logit_shift=logit_shift,
+        logit_shift=properties.logit_shift,
     )
-    if blocks * block_length < shape.branches:
+
+
+def _windows(config: EngineConfig, shape: Bucket, max_tokens: int) -> tuple[Bucket, ...]:
+    """The buckets of decode steps.
+
+    Raises:
+        ParameterError: the largest window has fewer positions than a graph has branches.
+    """
+    if shape.cells < shape.branches:
         message = (
-            f"{blocks} blocks of {block_length} positions are fewer positions than the {shape.branches} branches of a "
-            "graph; choose more or longer blocks (block_size), or fewer branches (num_branches)"
+            f"{shape.blocks} blocks of {shape.block_length} positions are fewer positions than the {shape.branches} "
+            "branches of a graph; choose more or longer blocks (block_size), or fewer branches (num_branches)"
         )
         raise ParameterError("graph_window_blocks", message)
-    buckets = declare(shape, max_tokens)
-    most_blocks = max(bucket.blocks for bucket in buckets.declared)
+    declared = declare(shape, max_tokens).declared
+    most_blocks = max(bucket.blocks for bucket in declared)
     if most_blocks < shape.blocks:
         logger.info(SMALL_WINDOWS, most_blocks, shape.blocks, max_tokens)
-    key = repr((identity, config.dtype, config.tensor_parallel_size, config.branch_parallel_size, params))
-    compiler = load_compiler(
-        config.device, config.graph_mode, key=f"{key} {config.attention_layout}", cache_dir=config.graph_cache
-    )
-    compiler.check_buckets([bucket.name for bucket in buckets.declared])
-    return GraphPlan(shape, buckets, compiler)
+    return declared
+
+
+def _rows(config: EngineConfig, shape: Bucket, max_tokens: int) -> tuple[Rows, ...]:
+    """The buckets of forward passes: those of branches, and those that commit a block, of which there is one each."""
+    kinds = {Kind(shape.block_length, is_causal=False): config.max_num_seqs * shape.slots}
+    if shape.block_length > 1:
+        kinds[Kind(shape.block_length, is_causal=True)] = config.max_num_seqs
+    largest = Rows(config.max_num_seqs, shape.block_length, False, shape.slots, shape.pages, shape.max_queries)
+    return declare_rows(kinds, largest, max_tokens)
 
 
 def build_executor(
@@ -137,7 +176,7 @@ def build_executor(
     mask = model.config.mask_token_id
     graphs = Graphs(
         shape=plan.shape,
-        buckets=plan.buckets,
+        buckets=Buckets(plan.steps),
         params=config.graph_params,
         compiler=plan.compiler,
         score=GreedyScore(own_ids, mask, num_token_ids, model.tp, model.ops, config.graph_params.confidence),
@@ -146,13 +185,28 @@ def build_executor(
         ahead=not plan.shape.full_attention,
     )
     executor = GraphExecutor(model, pool, graphs, bp)
-    launchers = list(executor.launchers.values())
-    if plan.compiler.warning is not None:
-        logger.warning(plan.compiler.warning, len(launchers))
-    if plan.compiler.seconds_to_compile is not None:
-        any_model, layer = plan.compiler.seconds_to_compile
-        num_layers = model.config.num_layers
-        minutes = len(launchers) * (any_model + num_layers * layer) / 60
-        logger.info(ESTIMATE, plan.compiler.mode, len(launchers), num_layers, minutes)
-    executor.warm_up(progress(launchers, f"compiling with {plan.compiler.mode}", len(launchers), "graph"))
+    executor.warm_up(_announced(plan, list(executor.launchers.values()), model))
     return executor
+
+
+def build_forwards(plan: GraphPlan, model: Model, pool: KVPool, bp: Group) -> Forwards:
+    """Compiles the planned forward passes, with a progress bar.
+
+    Raises:
+        GraphError: the device has no room for so many graphs.
+    """
+    forwards = Forwards(plan.forwards, plan.compiler, model, pool, bp.size)
+    forwards.warm_up(_announced(plan, list(forwards.launchers.values()), model))
+    return forwards
+
+
+def _announced(plan: GraphPlan, launchers: list[L], model: Model) -> Iterable[L]:
+    """What is to be compiled, with a progress bar."""
+    compiler, count, num_layers = plan.compiler, len(launchers), model.config.num_layers
+    if compiler.warning is not None:
+        logger.warning(compiler.warning, count)
+    if compiler.seconds_to_compile is not None:
+        any_model, layer = compiler.seconds_to_compile
+        minutes = count * (any_model + num_layers * layer) / 60
+        logger.info(ESTIMATE, compiler.mode, count, num_layers, minutes)
+    return progress(launchers, f"compiling with {compiler.mode}", count, "graph")

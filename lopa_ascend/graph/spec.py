@@ -1,7 +1,7 @@
 """Tensors of declared dtype and shape that lie one after the other in one piece of memory.
 
 A group of tensors is a NamedTuple whose fields carry their declarations, as ``Annotated[Tensor, int32("sequences")]``.
-Dimensions are named after the sizes of a ``Bucket``.
+Dimensions are named after the sizes of a bucket.
 """
 
 from __future__ import annotations
@@ -9,19 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cache
-from typing import NamedTuple, get_type_hints
+from typing import NamedTuple, Protocol, get_type_hints
 
 import torch
 from torch import Tensor
 
-from lopa_ascend.graph.buckets import Bucket
+
+class Sizes(Protocol):
+    """The shapes of a compiled step."""
+
+    def shape(self, dims: str) -> tuple[int, ...]:
+        """Sizes of dimensions that are given by names, e.g. "sequences cells"."""
+        ...
 
 
 class Spec(NamedTuple):
     """The declaration of a tensor."""
 
     dims: str
-    """Names of sizes of a ``Bucket``, e.g. "sequences cells"."""
+    """Names of sizes of a bucket, e.g. "sequences cells"."""
     dtype: torch.dtype
 
 
@@ -44,12 +50,12 @@ def specs(group: type) -> dict[str, Spec]:
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
 
 
-def num_elements(group: type, bucket: Bucket) -> int:
+def num_elements(group: type, bucket: Sizes) -> int:
     """Elements of all tensors of a group."""
     return sum(math.prod(bucket.shape(spec.dims)) for spec in specs(group).values())
 
 
-def views(memory: Tensor, declared: Iterable[Spec], bucket: Bucket) -> list[Tensor]:
+def views(memory: Tensor, declared: Iterable[Spec], bucket: Sizes) -> list[Tensor]:
     """Tensors of 32 bits an element that lie one after the other in ``memory`` int32."""
     found = []
     for spec in declared:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -36,6 +36,12 @@ class ForwardInputs:
     """Who attends to what."""
     rows: Tensor | None
     """Indices of the tokens whose hidden states are returned, int64 [R]; None: all."""
+
+    def to(self, device: torch.device) -> ForwardInputs:
+        """The same on a device."""
+        tensors = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        entries = replace(self.entries, page_tables=self.entries.page_tables.to(device))
+        return replace(self, entries=entries, **tensors)
 
 
 class Model(Protocol):

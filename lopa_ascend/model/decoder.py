@@ -11,6 +11,7 @@ whole embedding, because a sum over the ranks would take longer than the embeddi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, MutableMapping
 
 import torch
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lopa_ascend.backend.interface import Experts, Ops
-from lopa_ascend.config import ExpertsConfig, ModelConfig
+from lopa_ascend.config import ExpertsConfig, ModelConfig, YarnConfig
 from lopa_ascend.families import Family, Row
 from lopa_ascend.families.table import SCALE
 from lopa_ascend.model.base import Caches, ForwardInputs
@@ -47,6 +48,8 @@ class Decoder:
         shard = config.vocab_shard(tp.size)
         self.first_token_id = tp.rank * shard
         self.local_vocab_size = min(shard, config.vocab_size - self.first_token_id)
+        num_positions = num_positions or config.max_position_embeddings
+        self._rope_unit = _rope_unit(config.yarn, num_positions)
         rows = {spec.ours: spec.row for spec in family.tensors(config).specs.values()}
         own = {name: self._stored(name, weights.pop(name), rows) for name in list(weights)}
         embed = own["embed.weight"]
@@ -59,7 +62,7 @@ class Decoder:
             for sizes in ([] if config.experts is None else [config.experts])
             for n in range(sizes.first_layer, config.num_layers)
         }
-        self._rope_tables = self._make_rope_tables(num_positions or config.max_position_embeddings, embed)
+        self._rope_tables = self._make_rope_tables(num_positions, embed)
 
     def _stored(self, name: str, weight: Tensor, rows: Mapping[str, Row]) -> Tensor:
         """A tensor in the form in which the ops read it. ``rows``: by our name, of all tensors but scales."""
@@ -68,6 +71,8 @@ class Decoder:
         if row.is_summed and self.tp.rank:
             weight.zero_()
         weight = self._with_halves(name, weight)
+        if ".qkv." in name and weight.is_floating_point():
+            weight *= self._rope_unit
         if row.each:  # of all experts, whose rows lie one after another
             assert self.config.experts is not None
             of_experts = weight.unflatten(0, (self.config.experts.num_experts, -1))
@@ -108,6 +113,9 @@ class Decoder:
 
         Otherwise v is rotated by an angle of 0: one kernel for q, k and v costs less than one for q and one for k. The
         tables have a row for each head, so that a step takes its rows with one kernel.
+
+        An NPU's kernel takes cosines and sines up to 1. Larger ones are divided by a power of 2, and weights and biases
+        of q, k and v multiplied by it, which rounds nothing.
         """
         rotary_dim, device = self.config.rotary_dim, embed.device
         positions = torch.arange(num_positions, dtype=torch.float32, device=device)
@@ -120,15 +128,16 @@ class Decoder:
         factor = 1.0 if yarn is None else yarn.attention_factor
         tables = torch.stack(self.ops.rope_tables(angles.cos() * factor, angles.sin() * factor, embed.dtype))
         if self._norms_heads:
+            assert yarn is None, "norms would undo what weights are multiplied by"
             return tables
         head = torch.arange(self.num_heads + 2 * self.num_kv_heads, device=device)
         is_value_head = head >= self.num_heads + self.num_kv_heads
         no_angle = torch.tensor([1.0, 0.0], dtype=embed.dtype, device=device)  # cos, sin
         tables = torch.where(is_value_head[:, None], no_angle.view(2, 1, 1, 1), tables)
         if yarn is not None and yarn.query_beta:
-            scale = 1 + yarn.query_beta * torch.log1p((positions / yarn.original).floor())
+            scale = torch.tensor([yarn.query_scale(position) for position in range(num_positions)], device=device)
             tables[:, :, : self.num_heads] *= scale[:, None, None].to(tables.dtype)
-        return tables
+        return tables / self._rope_unit
 
     def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
         """See ``Model.forward``."""
@@ -216,6 +225,14 @@ class Decoder:
         size = num_computed * self.config.hidden_size * self.head.dtype.itemsize
         count = 2 * self.config.num_layers
         return (Traffic("layers", count, count * size),)
+
+
+def _rope_unit(yarn: YarnConfig | None, num_positions: int) -> float:
+    """The least power of 2 that no cosine or sine of queries and keys exceeds."""
+    if yarn is None:
+        return 1.0
+    largest = yarn.attention_factor * yarn.query_scale(num_positions - 1)
+    return 2.0 ** max(0, math.ceil(math.log2(largest)))
 
 
 def tied_head(embed: Tensor, tp: Group, shard: int) -> Tensor:

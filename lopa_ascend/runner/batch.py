@@ -7,7 +7,6 @@ of its share's last row before that. Keys and values go to every slot that needs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lopa_ascend.backend.interface import Entries, Ops
+from lopa_ascend.backend.interface import Entries
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for
 from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.parallel.placement import Share
@@ -78,11 +77,15 @@ class Batch(NamedTuple):
         return list(zip(states[:count], states[count:], strict=True))
 
 
-def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops, logit_shift: int) -> Batch:
-    """The batch of some sequences.
+def build_batch(
+    items: Sequence[tuple[Share, PageTables]], max_queries: int | None, logit_shift: int, *, compiled: bool = False
+) -> Batch:
+    """The batch of some sequences, on the host.
 
     Args:
+        max_queries: see ``Ops``.
         logit_shift: see ``ModelProperties``.
+        compiled: each row is one entry, or as many as ``max_queries`` wants, without a prefix.
     """
     parts: list[Part] = []
     tokens: list[Indices] = []
@@ -99,7 +102,7 @@ def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops, logit_shift
         if not share.rows:
             parts.append(Part(share))
             continue
-        spans, prefix_length = _spans(share), share.plan.prefix_length
+        spans, prefix_length = _spans(share, compiled), share.plan.prefix_length
         row_tokens = _row_tokens(share, spans, sum(lengths))
         parts.append(_part(share, spans, row_tokens, logit_shift))
         own_prefixes = [0, prefix_length]
@@ -131,25 +134,28 @@ def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops, logit_shift
         prefix_groups=tuple(prefix_groups),
         prefixes=tuple(prefixes),
         causal=tuple(causal) if any(causal) else (),
-    ).divided(ops.max_queries)
-
-    def on_device(column: list[Indices]) -> Tensor:
-        return torch.from_numpy(np.concatenate(column)).to(ops.device)
-
+    ).divided(max_queries)
     inputs = ForwardInputs(
-        tokens=on_device(tokens),
-        positions=on_device(positions),
-        slot_mapping=on_device(written),
-        source=on_device(sources),
-        entries=replace(entries, page_tables=entries.page_tables.to(ops.device)),
-        rows=on_device([part.predicting for part in parts] + [part.committing for part in parts]),
+        tokens=_tensor(tokens),
+        positions=_tensor(positions),
+        slot_mapping=_tensor(written),
+        source=_tensor(sources),
+        entries=entries,
+        rows=_tensor([part.predicting for part in parts] + [part.committing for part in parts]),
     )
     return Batch(inputs, tuple(parts))
 
 
-def _spans(share: Share) -> list[Span]:
+def _tensor(columns: list[Indices]) -> Tensor:
+    return torch.from_numpy(np.concatenate(columns))
+
+
+def _spans(share: Share, compiled: bool) -> list[Span]:
     """The attention entries of a share; entries of equal shape are neighbours."""
     prefix_length = share.plan.prefix_length
+    if compiled:
+        rows = enumerate(share.rows)
+        return sorted(Span(row.end, row.end, len(row.tokens), index, row.is_causal) for index, row in rows)
     spans: list[Span] = []
     for index, row in enumerate(share.rows):
         begin = row.start

@@ -1,4 +1,4 @@
-"""Runs steps eagerly: op by op, with batches of any shape.
+"""Runs steps eagerly: op by op, with batches of any shape; or, of a causal model, with compiled forward passes.
 
 Every rank runs all of this. A branch-parallel group evaluates its own branches; one gather of (token, probability,
 confidence) tells every rank what all branches predict, and every rank takes the same decisions from that.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.core import Result, Sequence
+from lopa_ascend.graph.forwards import Forwards, Kind
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.base import ForwardInputs, Model
 from lopa_ascend.parallel.collectives import ALONE, Group
@@ -51,10 +52,13 @@ class EagerExecutor:
     Args:
         model: its group ``tp`` is the tensor-parallel one.
         bp: the ranks that hold the same part of the model and evaluate other branches.
+        forwards: the compiled forward passes; None: there are none.
     """
 
-    def __init__(self, model: Model, pool: KVPool, ops: Ops, bp: Group = ALONE) -> None:
-        self.model, self.pool, self.ops, self.bp = model, pool, ops, bp
+    def __init__(
+        self, model: Model, pool: KVPool, ops: Ops, bp: Group = ALONE, forwards: Forwards | None = None
+    ) -> None:
+        self.model, self.pool, self.ops, self.bp, self.forwards = model, pool, ops, bp, forwards
         self.placement = Placement(bp.size, bp.rank)
         self.scorer = Scorer(model, ops)
         self._alternatives = AlternativesRecorder(model, self.placement, bp)
@@ -66,8 +70,13 @@ class EagerExecutor:
     def run(self, sequences: List[Sequence]) -> list[Result]:
         """One forward pass of the sequences' plans, and the decisions that follow. A sequence whose logits are not
         finite fails, without an effect on the others."""
+        if self.forwards is None:
+            return self._run(sequences, None)
+        return [result for kind, group in self.forwards.divide(sequences) for result in self._run(group, kind)]
+
+    def _run(self, sequences: List[Sequence], kind: Kind | None) -> list[Result]:
         plans = [sequence.next_pass for sequence in sequences]
-        passes, predictions = self.forward(sequences, [self.placement.share(plan) for plan in plans])
+        passes, predictions = self.forward(sequences, [self.placement.share(plan) for plan in plans], kind)
         for plan in plans:
             self.num_rows += len(plan.rows)
             self.idle_rows += self.placement.num_places(len(plan.rows)) - len(plan.rows)
@@ -142,19 +151,26 @@ class EagerExecutor:
     # ---- forward pass ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def forward(self, sequences: List[Sequence], shares: List[Share]) -> tuple[list[Pass], list[Tensor]]:
+    def forward(
+        self, sequences: List[Sequence], shares: List[Share], kind: Kind | None = None
+    ) -> tuple[list[Pass], list[Tensor]]:
         """This rank's part of the forward pass of some sequences; and for each sequence what it predicts for every
-        masked position of every row of this group, branch by branch: int32 [n, 3], see ``prediction.encode``."""
-        tables = [sequence.page_tables for sequence in sequences]
-        batch = build_batch(list(zip(shares, tables, strict=True)), self.ops, self.model.properties.logit_shift)
-        states = batch.split(self._hidden(batch.inputs))
+        masked position of every row of this group, branch by branch: int32 [n, 3], see ``prediction.encode``.
+
+        Args:
+            kind: of the compiled pass; None: op by op.
+        """
+        items = list(zip(shares, (sequence.page_tables for sequence in sequences), strict=True))
+        compiled, shift = kind is not None, self.model.properties.logit_shift
+        batch = build_batch(items, self.ops.max_queries, shift, compiled=compiled)
+        states = batch.split(self._hidden(batch.inputs, kind))
         # The device computes while the grammars are asked.
         passes = [self._pass(*item) for item in zip(sequences, batch.parts, states, strict=True)]
         scored = self.scorer.score([computed.job for computed in passes], self.probe)
         orders = (torch.from_numpy(part.order).to(self.ops.device) for part in batch.parts)
         return passes, [predictions[order] for predictions, order in zip(scored, orders, strict=True)]
 
-    def _hidden(self, inputs: ForwardInputs | None) -> Tensor:
+    def _hidden(self, inputs: ForwardInputs | None, kind: Kind | None) -> Tensor:
         """The hidden states that the model computes [n, hidden]; none if there is nothing to compute."""
         if inputs is None:
             # torch.empty, because head.new_empty would return a packed tensor if the head is packed, and a packed
@@ -162,7 +178,10 @@ class EagerExecutor:
             head = self.model.head
             return torch.empty(0, self.model.config.hidden_size, dtype=head.dtype, device=head.device)
         with self.probe("forward", inputs):
-            return self.model.forward(inputs, self.pool.k, self.pool.v)
+            if kind is not None:
+                assert self.forwards is not None
+                return self.forwards.hidden(kind, inputs)
+            return self.model.forward(inputs.to(self.ops.device), self.pool.k, self.pool.v)
 
     def _pass(self, sequence: Sequence, part: Part, states: tuple[Tensor, Tensor]) -> Pass:
         """What is to be predicted for a sequence.

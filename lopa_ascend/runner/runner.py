@@ -46,7 +46,8 @@ class Runner:
 
     def graph_stats(self) -> GraphStats | None:
         """None in eager mode."""
-        return None if self.graphs is None else self.graphs.stats()
+        compiled = self.graphs or self.eager.forwards
+        return None if compiled is None else compiled.stats()
 
     def start(self, sequence: Sequence) -> None:
         """Plans the first pass of a sequence."""

@@ -15,6 +15,7 @@ from lopa_ascend.backend.cuda.ops import CudaOps
 from lopa_ascend.backend.interface import Entries
 from lopa_ascend.config import GraphParams, ParameterError
 from lopa_ascend.graph import setup
+from scripts.eval.golden import Case
 from tests import golden
 from tests.cuda.recorder import CaptureRefused, Recorder
 from tests.tiers import slow_but
@@ -106,3 +107,16 @@ def test_golden_cases(case: str, graph_mode: str, monkeypatch: pytest.MonkeyPatc
     assert output.num_forwards == trace["n_forward_rounds"]
     if graph_mode != "eager":
         assert llm.engine.runner.graph_stats().num_steps
+
+
+@pytest.mark.parametrize("case", slow_but(["ar_p13", "block_b8_th07_p5"], ["block_b8_th07_p5"]))
+def test_golden_cases_of_a_causal_model(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "load_compiler", lambda *_, **__: CudaGraphs(Recorder()))
+    found = Case.read(golden.FOLDER / "models" / "nemotron" / case / "trace.json")
+    options = {"dtype": "float32", "max_num_seqs": 1, "max_model_len": 96, "enable_prefix_caching": False}
+    with LLM(found.model, device="cuda", graph_mode="cuda_graphs", **options, graph_params=GraphParams.of(found.params)) as llm:
+        assert found.run(llm) is None
+        stats = llm.engine.runner.graph_stats()
+    assert stats is not None
+    assert stats.num_steps > 0
+    assert not stats.eager_steps

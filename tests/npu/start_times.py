@@ -18,6 +18,7 @@ from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.engine import DEFAULT_MODEL_LEN
 from lopa_ascend.graph.setup import plan_graphs
 from lopa_ascend.graph.step import DecodeStep
+from lopa_ascend.types import DREAM
 from tests.npu.lab import capture, device, engine  # noqa: F401
 from tests.npu.report import NUM_LAYERS, Sample, ranks, step_tensors, variants
 
@@ -28,13 +29,13 @@ SIZE = 4
 def start(cache: str) -> list[float]:
     """CPU seconds of each bucket."""
     config = EngineConfig(device="npu", tensor_parallel_size=SIZE, branch_parallel_size=SIZE, graph_cache=cache)
-    plan = plan_graphs(config, "start times", 1, DEFAULT_MODEL_LEN, max_tokens=DEFAULT_MODEL_LEN)
+    plan = plan_graphs(config, "start times", DREAM, DEFAULT_MODEL_LEN, max_tokens=DEFAULT_MODEL_LEN)
     seconds = []
     with ranks(SIZE) as group, device.nothing_computed():
         num_pages = config.max_num_seqs * plan.shape.slots * plan.shape.pages + plan.num_padding_pages
         sample = Sample(variants()["bf16_tp4"], NUM_LAYERS, group, num_pages)
         caches = sample.k_caches, sample.v_caches
-        for bucket in plan.buckets.declared:
+        for bucket in plan.steps:
             begin = time.process_time()
             step = DecodeStep(bucket, sample.model, sample.score, group)
             tensors = step_tensors(bucket, sample.model.config.hidden_size, caches, seats=config.max_num_seqs)

@@ -19,6 +19,7 @@ from lopa_ascend.engine.engine import Engine
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.plain import Attend
 from scripts.eval.demo import decoding, evaluate
+from scripts.eval.golden import Case
 from scripts.eval.problems import read
 from tests import golden
 from tests.npu.lab import capture, device, engine  # noqa: F401
@@ -293,3 +294,18 @@ def test_experts_are_launched_with_the_step(mode: str) -> None:
     assert graphs.num_steps
     assert not graphs.eager_steps
     assert outputs[0].token_ids == outputs[1].token_ids
+
+
+@pytest.mark.parametrize(("case", "mode"), list(product(("ar_p13", "block_b8_th07_p5"), MODES)))
+def test_golden_cases_of_a_causal_model(case: str, mode: str) -> None:
+    """Its forward passes are compiled; a pass that commits has a causal mask."""
+    found = Case.read(golden.FOLDER / "models" / "nemotron" / case / "trace.json")
+    with numeric():
+        graphs = options(graph_params=GraphParams.of(found.params), max_model_len=96)
+        llm = LLM(found.model, dtype="float32", graph_mode=mode, **graphs)
+        assert found.run(llm) is None
+    stats = llm.engine.stats().graphs
+    assert stats is not None
+    assert stats.num_steps > 0
+    assert not stats.eager_steps
+    assert stats.num_late == 0

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.blocks import BlockState
@@ -341,7 +340,7 @@ def expected_writes(plan: SequencePlan, pages: torch.Tensor, shared: int, size: 
         return {}
     tables = PageTables(PageAllocator(0), 0)
     tables.by_slot, tables.num_shared_pages = pages.tolist(), shared
-    batch = build_batch([(share, tables)], CpuOps(), 0).inputs
+    batch = build_batch([(share, tables)], None, 0).inputs
     assert batch is not None
     positions, tokens = batch.positions[batch.source], batch.tokens[batch.source]
     return dict(zip(batch.slot_mapping.tolist(), zip(positions.tolist(), tokens.tolist(), strict=True), strict=True))

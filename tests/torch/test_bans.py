@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lopa_ascend import DecodingParams
-from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.core import Request, Sequence
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.constraint import Constraint
@@ -72,7 +71,7 @@ def sequence(filters: tuple[Filter, ...] = (), allowed: int | None = None) -> tu
         tables.grow(slot, PAGE_SIZE)
     share = Placement().share(plan)
     request = Request("one", PROMPT, params)
-    (part,) = build_batch([(share, tables)], CpuOps(), 0).parts
+    (part,) = build_batch([(share, tables)], None, 0).parts
     return Sequence(request, strategy, Scoring("max_prob", MASK, TOKENS), tables, filters=filters), part
 
 

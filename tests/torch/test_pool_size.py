@@ -30,7 +30,7 @@ def num_pages(monkeypatch: pytest.MonkeyPatch, free: int, page_bytes: int, slots
     monkeypatch.setattr(Npu, "free_memory", lambda *_: free)
     config = EngineConfig(device="npu", **ranks)
     shape = Bucket(config.max_num_seqs, 8, PAGES, 4, slots, 32, 8)
-    plan = GraphPlan(shape, declare(shape, 8192), Eager())
+    plan = GraphPlan(shape, declare(shape, 8192).declared, (), Eager())
     ops = SimpleNamespace(row_stats=None)
     prepared: Any = SimpleNamespace(max_model_len=MAX_MODEL_LEN, graph_plan=plan, ops=ops)
     tp = config.tensor_parallel_size

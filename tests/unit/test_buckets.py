@@ -13,6 +13,7 @@ from lopa_ascend.config import EngineConfig, GraphParams, ParameterError
 from lopa_ascend.graph.buckets import Bucket, Buckets, declare
 from lopa_ascend.graph.setup import plan_graphs
 from lopa_ascend.kv.pages import pages_for, slots_for
+from lopa_ascend.types import DREAM
 
 
 def buckets(
@@ -54,7 +55,7 @@ def test_windows_with_fewer_positions_than_branches_are_refused(settings: dict[s
     """Each branch takes a position of its own in the window."""
     config = EngineConfig(graph_mode="inductor", **settings)
     with pytest.raises(ParameterError, match="graph_window_blocks.*fewer positions than the"):
-        plan_graphs(config, "any model", 1, max_model_len, 4096)
+        plan_graphs(config, "any model", DREAM, max_model_len, 4096)
 
 
 @pytest.mark.parametrize(("hidden_size", "tp"), [(3584, 4), (3584, 2), (2048, 4), (2048, 2)])
@@ -71,9 +72,9 @@ def test_windows_that_are_smaller_than_asked_for_are_logged(caplog: pytest.LogCa
     wide = GraphParams(num_branches=15, block_size=64)
     config = EngineConfig(graph_mode="inductor", graph_params=wide, graph_window_blocks=8)
     with caplog.at_level("INFO", logger="lopa_ascend.graph.setup"):
-        plan_graphs(config, "any model", 1, 4096, 10**6)
+        plan_graphs(config, "any model", DREAM, 4096, 10**6)
         assert not caplog.records
-        plan_graphs(config, "any model", 1, 4096, 4096)
+        plan_graphs(config, "any model", DREAM, 4096, 4096)
     assert "windows of at most 4 blocks, and not of 8" in caplog.text
 
 

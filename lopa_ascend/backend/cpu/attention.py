@@ -7,7 +7,7 @@ A step's attention is planned once, for all layers, and then takes few calls of 
 2. In each of the two parts, entries of equal shapes make a batch, and a batch is one call.
 3. The two partial results of an entry are merged by their log-sum-exps.
 
-Causal entries see their own positions, which lie in one page, through a mask over that whole page.
+Causal entries see the keys after their prefix through a mask over whole pages.
 
 In a batch the H / K query heads that share a KV head are handled as one long query. So q [T, H, D] is seen as
 T * K query rows [H / K, D], one for each token and KV head. They come in three orders: token order (token, KV head), as
@@ -102,7 +102,9 @@ def plan_own_part(entries: Entries, page_size: int) -> tuple[list[Reading], list
     causal = entries.causal or (False,) * len(prefixes)
 
     def shape(i: int) -> tuple[bool, bool, int, int]:
-        num_keys = page_size if causal[i] else entries.kv_lengths[i] - prefixes[i]
+        num_keys = entries.kv_lengths[i] - prefixes[i]
+        if causal[i]:
+            num_keys = -(-num_keys // page_size) * page_size
         return not prefixes[i], causal[i], entries.lengths[i], num_keys
 
     readings, batches = [], []
@@ -114,7 +116,7 @@ def plan_own_part(entries: Entries, page_size: int) -> tuple[list[Reading], list
         if is_causal:
             own_lengths = torch.tensor([entries.kv_lengths[i] - prefixes[i] for i in members])
             seen = own_lengths[:, None] - length + 1 + torch.arange(length)  # keys that each query sees
-            hidden = torch.arange(page_size) >= seen[..., None]
+            hidden = torch.arange(num_keys) >= seen[..., None]
         readings.append(Reading(positions, (AttentionBatch(len(members), length),), hidden))
         batches.append(members)
     return readings, batches

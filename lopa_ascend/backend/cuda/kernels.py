@@ -180,7 +180,7 @@ def multiply_int8(
 def attend_tile(
     q, k_cache, v_cache, out, tables, kv_lengths, starts, causal, q_stride, table_stride, length, scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, ALL_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Attention of some queries of one entry and one KV head, read from pages where they lie.
 
@@ -188,7 +188,7 @@ def attend_tile(
     all of them. BLOCK_KEYS divides PAGE: a block of keys lies in one page.
 
     starts: the first query of each entry, and the number of all [entries + 1]; None if each has ``length`` of them.
-    causal: of each entry 1 if it is causal, else 0; None: none is.
+    causal: of each entry 1 if it is causal, else 0; None: none is, or with ALL_CAUSAL all are.
     scale: of the scores, times log2(e), because powers of 2 are what the device computes.
     """
     entry, head = tl.program_id(1), tl.program_id(2)
@@ -208,7 +208,9 @@ def attend_tile(
     query = tl.load(q + token[:, None] * q_stride + own_head[:, None] * DIM + d[None, :], mask=in_row, other=0.0)
     num_keys = tl.load(kv_lengths + entry)
     seen_keys = tl.full((BLOCK_ROWS,), 0, tl.int32) + num_keys
-    if causal is not None:
+    if ALL_CAUSAL:
+        seen_keys -= count - 1 - row // GROUP
+    elif causal is not None:
         seen_keys -= tl.load(causal + entry) * (count - 1 - row // GROUP)
     # Not -inf, which cannot be subtracted from itself.
     highest = tl.full((BLOCK_ROWS,), -3.0e38, tl.float32)

@@ -49,6 +49,7 @@ class _Plan(NamedTuple):
     """See ``kernels.attend_tile``."""
     causal: Tensor | None
     """See ``kernels.attend_tile``."""
+    all_causal: bool
     longest: int
     """Queries of the longest entry."""
 
@@ -222,13 +223,14 @@ class CudaOps:
             q, k_cache, v_cache, out, plan.tables, plan.kv_lengths, plan.starts, plan.causal, q.stride(0),
             plan.tables.stride(0), plan.longest, dim**-0.5 * math.log2(math.e),
             GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size, BLOCK_ROWS=QUERY_ROWS, BLOCK_KEYS=KEYS,
-            BLOCK_DIM=max(LEAST_DIM, triton.next_power_of_2(dim)), num_warps=4, num_stages=2,
+            BLOCK_DIM=max(LEAST_DIM, triton.next_power_of_2(dim)), ALL_CAUSAL=plan.all_causal, num_warps=4,
+            num_stages=2,
         )  # fmt: skip
         return out
 
     def _make_plan(self, entries: Entries) -> _Plan:
         """The first layer of a step makes it, and the others find it in the cache. With KV lengths on the device and
-        entries of one length it makes no tensor, so a captured step holds none but its own."""
+        entries of one length and kind it makes no tensor, so a captured step holds none but its own."""
         longest, starts = max(entries.lengths), None
         kv_lengths = entries.kv_lengths_on_device
         if kv_lengths is None:
@@ -236,8 +238,9 @@ class CudaOps:
         if min(entries.lengths) != longest:
             ends = torch.tensor(entries.lengths).cumsum(0).tolist()
             starts = self._uploaded((0, *ends))
-        causal = self._uploaded(entries.causal) if any(entries.causal) else None
-        return _Plan(entries.page_tables.contiguous(), kv_lengths, starts, causal, longest)
+        all_causal = bool(entries.causal) and all(entries.causal)
+        causal = self._uploaded(entries.causal) if any(entries.causal) and not all_causal else None
+        return _Plan(entries.page_tables.contiguous(), kv_lengths, starts, causal, all_causal, longest)
 
     def _uploaded(self, numbers: tuple[int, ...]) -> Tensor:
         """Numbers as int32 on the device, by a copy that runs while the host goes on."""

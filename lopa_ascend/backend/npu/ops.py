@@ -15,7 +15,6 @@ Three things that the kernels need:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from itertools import accumulate
 
 import torch
@@ -72,6 +71,8 @@ class NpuOps:
         self.score_rows: int | None = None  # fewer rows at a time are more launches
         self.attention_layout = attention_layout
         self.kernel_layout = "BSH" if attention_layout == "BSH" else "TND"
+        # True behind a query, as the documents of the kernel want it.
+        self.causal_mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu(1).to(self.device)
 
     def stored(self, weight: Tensor) -> Tensor:
         transposed = weight.t().contiguous()
@@ -228,7 +229,7 @@ class NpuOps:
                     lengths,
                     kv_lengths,
                     entries.page_tables[group],
-                    self._causal_mask() if _is_causal(entries, group) else None,
+                    self.causal_mask if _is_causal(entries, group) else None,
                 )
             )
             begin = end
@@ -247,11 +248,6 @@ class NpuOps:
                 groups.append(slice(first, index))
                 first = index
         return [*groups, slice(first, len(entries.lengths))]
-
-    @cache  # noqa: B019  there is one object of a process
-    def _causal_mask(self) -> Tensor:
-        """The mask of a causal entry, in the form that the kernel compares with its documents: true behind a query."""
-        return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu(1).to(self.device)
 
 
 def _is_causal(entries: Entries, group: slice) -> bool:
