@@ -24,6 +24,7 @@ class CausalBlocks(FastDllmV2):
 
     description = "block after block, each committed by a causal pass, for causal models"
     base = "causal_blocks"
+    gives_ahead = True  # as Nemotron's code gives the end of its thoughts
     decides_on_host = True
     scored_by = "ar"
     forces_first = False  # the pass that commits a block predicts the first position of the next one

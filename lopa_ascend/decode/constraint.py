@@ -38,6 +38,13 @@ class Matcher(Protocol):
     def forced(self) -> Sequence[int]:
         """The tokens of what must come next, as far as that is one text only."""
 
+    @property
+    def takes_any(self) -> bool:
+        """Whether any token may come next, but for one or two: then the decoding alone decides where to fill."""
+
+    def ahead(self) -> Sequence[tuple[int, int]]:
+        """Tokens that come later unless what is between makes them unfit: (number of tokens between, token)."""
+
 
 class Constraint:
     """The grammar of one request, which is asked about beginnings of any branch.
@@ -95,6 +102,14 @@ class Constraint:
         forced = list(tokens[: matcher.accept(tokens[:end])])
         self._taken += tuple(forced)
         return forced
+
+    def takes_any(self, beginning: Sequence[int]) -> bool:
+        """As ``Matcher.takes_any``, behind a beginning all of whose tokens fit."""
+        return self._at(beginning).takes_any
+
+    def ahead(self, beginning: Sequence[int]) -> Sequence[tuple[int, int]]:
+        """As ``Matcher.ahead``, behind a beginning all of whose tokens fit."""
+        return self._at(beginning).ahead()
 
     def _at(self, beginning: Sequence[int]) -> Matcher:
         num_fitting = self.admitted(beginning)

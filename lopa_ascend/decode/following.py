@@ -76,12 +76,22 @@ class GrammarFollower(NoGrammar):
         mask: token id of the mask.
         ends: token ids that end the answer.
         forces_first: whether the first position of a block may be filled without a pass.
+        gives_ahead: whether the block that is filled holds from the beginning what the grammar says comes later in it.
     """
 
     binds = True
 
-    def __init__(self, constraint: Constraint, mask: int, ends: frozenset[int], *, forces_first: bool = True) -> None:
-        self._constraint, self._mask, self._ends, self._forces_first = constraint, mask, ends, forces_first
+    def __init__(
+        self,
+        constraint: Constraint,
+        mask: int,
+        ends: frozenset[int],
+        *,
+        forces_first: bool = True,
+        gives_ahead: bool = False,
+    ) -> None:
+        self._constraint, self._mask, self._ends = constraint, mask, ends
+        self._forces_first, self._gives_ahead = forces_first, gives_ahead
 
     def allowed(self, anchor: Branch, row: RowPlan) -> int:
         known = max(0, row.start - anchor.first)
@@ -104,7 +114,11 @@ class GrammarFollower(NoGrammar):
         return found
 
     def must_fill(self, branch: Branch) -> int | None:
-        return branch.first + len(self._beginning(branch)) if branch.masks else None
+        """None also where any token may follow: there the decoding alone decides."""
+        beginning = self._beginning(branch)
+        if not branch.masks or self._constraint.takes_any(beginning):
+            return None
+        return branch.first + len(beginning)
 
     def admitted(self, branch: Branch, fills: list[Fill]) -> list[Fill]:
         first, beginning = self.must_fill(branch), self._beginning(branch)
@@ -122,10 +136,11 @@ class GrammarFollower(NoGrammar):
         """The filled beginning is followed up to the first mask. A token that does not fit is masked again, with what
         follows it in its block. Then tokens are filled as long as only one can follow.
 
-        Every pass lets the beginning grow, so there are at most ``max_new_tokens`` of them: each fills the first mask
-        (``must_fill``) with one of the tokens that fit, which therefore stays. Every round here lets it grow, too.
+        Where not any token fits, a pass fills the first mask (``must_fill``) with one that does, which therefore stays.
+        Elsewhere the beginning grows before anything is masked again. So passes end. Every round lets it grow, too.
         """
-        num_before = len(self._beginning(before)) if before is not None and before.masks else -1
+        binds = before is not None and self.must_fill(before) is not None
+        num_before = len(self._beginning(before)) if before is not None and binds else -1
         while True:
             beginning = self._beginning(branch)
             num_fitting = self._constraint.admitted(beginning)
@@ -140,7 +155,7 @@ class GrammarFollower(NoGrammar):
                 branch = extend(branch)
             fills = self._fills_of(forced, branch, len(beginning))
             if not fills:
-                return branch
+                return branch.fill(self._given(branch, beginning), self._ends)
             branch = branch.fill(fills, self._ends)
 
     def _fills_of(self, forced: Sequence[int], branch: Branch, index: int) -> list[Fill]:
@@ -153,6 +168,19 @@ class GrammarFollower(NoGrammar):
                 break
             fills.append(Fill(position, token, 1.0, 1.0))
         return fills
+
+    def _given(self, branch: Branch, beginning: Sequence[int]) -> list[Fill]:
+        """The fills that put tokens behind masks of the last block, whose first position is filled."""
+        if not self._gives_ahead or not branch.masks:
+            return []
+        first = branch.first + len(beginning)
+        ahead = ((first + distance, token) for distance, token in self._constraint.ahead(beginning))
+        begin, end = branch.blocks[-1].start, branch.end
+        return [
+            Fill(position, token, 1.0, 1.0)
+            for position, token in ahead
+            if begin < first and position < end and branch.token_at(position) == self._mask
+        ]
 
     def _beginning(self, branch: Branch) -> tuple[int, ...]:
         """The generated tokens up to the first mask."""

@@ -126,6 +126,8 @@ class Strategy(ABC):
     """Whether the decoding fills texts with gaps."""
     forces_first: ClassVar[bool] = True
     """Whether the first position of a block may be filled without a pass, where a grammar forces its token."""
+    gives_ahead: ClassVar[bool] = False
+    """Whether a block's passes see from the beginning what a grammar says comes later in it."""
     has_graphs: ClassVar[bool] = False
     """Whether compiled steps decode it. This is not inherited."""
     decides_on_host: ClassVar[bool] = False
@@ -144,7 +146,8 @@ class Strategy(ABC):
         self.ends = params.ends(start.eos)
         self.grammar = FREE
         if start.constraint is not None:
-            self.grammar = GrammarFollower(start.constraint, mask, self.ends, forces_first=self.forces_first)
+            rules = {"forces_first": self.forces_first, "gives_ahead": self.gives_ahead}
+            self.grammar = GrammarFollower(start.constraint, mask, self.ends, **rules)
         self.origin = properties.origin(len(prompt), params.block_size)
         self.limit = properties.limit(len(prompt), params.max_new_tokens, params.block_size)
         self._rule = acceptance_rule(params)

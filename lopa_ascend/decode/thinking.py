@@ -8,6 +8,37 @@ from lopa_ascend.decode.constraint import Matcher
 from lopa_ascend.types import Thinking
 
 
+class FreeAnswer:
+    """An answer that may be any text, without another mark that closes thoughts; see ``Matcher``.
+
+    Args:
+        close: token ids of the mark. If it is more than one token, it is not kept away.
+        num_token_ids: of the tokenizer.
+    """
+
+    is_complete = takes_any = True
+    is_over = False
+
+    def __init__(self, close: Sequence[int], num_token_ids: int):
+        self._close = close[0] if len(close) == 1 else None
+        self._any = (1 << num_token_ids) - 1
+
+    def allowed(self) -> int:
+        return self._any if self._close is None else self._any & ~(1 << self._close)
+
+    def accept(self, tokens: Sequence[int]) -> int:
+        return tokens.index(self._close) if self._close in tokens else len(tokens)
+
+    def roll_back(self, count: int) -> None:
+        pass
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    def ahead(self) -> Sequence[tuple[int, int]]:
+        return ()
+
+
 class ThinkingMatcher:
     """Follows thoughts, whose tokens are free up to the closing mark, and then the answer; see ``Matcher``.
 
@@ -69,6 +100,17 @@ class ThinkingMatcher:
         return (
             () if self._max_tokens is None or written < self._max_tokens else self._close[written - self._max_tokens :]
         )
+
+    @property
+    def takes_any(self) -> bool:
+        return not self.forced() if self._is_thinking else self._answer.takes_any
+
+    def ahead(self) -> Sequence[tuple[int, int]]:
+        """The closing mark, if it is one token, which an answer to thoughts that end before it cannot hold."""
+        if not self._is_thinking or self._max_tokens is None or len(self._close) > 1:
+            return ()
+        left = self._max_tokens - (len(self._thoughts) - len(self._open))
+        return [(left, self._close[0])] if left > 0 else ()
 
     @property
     def _may_begin(self) -> bool:

@@ -222,10 +222,12 @@ class Engine:
                 self.limits.check_continuations(length, params, request.continuations)
             if request.gapped is not None:
                 self.limits.check_gaps(params, request.gapped)
-            if params.structured_outputs is not None:
+            grammar = params.structured_outputs
+            is_compiled = grammar is not None and not grammar.is_any
+            if grammar is not None and is_compiled:
                 if (compiler := self._starter.compiler) is None:
                     raise ParameterError("structured_outputs", f"needs a tokenizer, and {self.model_name} has none")
-                self._starter.grammars[name] = compiler.compile(params.structured_outputs)
+                self._starter.grammars[name] = compiler.compile(grammar)
             if self.runner.graphs is not None:
                 eos = params.eos_ids_or(self.model_config.eos_token_ids)
                 params = self.runner.graphs.with_fixed_branches(params, eos)
@@ -233,10 +235,10 @@ class Engine:
                 params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
             properties = self.runner.model.properties
             request = msgspec.structs.replace(request, params=params, properties=properties)
-            if params.structured_outputs is None:
-                self.scheduler.add(request)
-            else:
+            if is_compiled:
                 self._compiling[name] = request
+            else:
+                self.scheduler.add(request)
             if self._leader is not None:
                 self._leader.outbox.append(request)
 

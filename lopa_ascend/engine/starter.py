@@ -9,7 +9,7 @@ from lopa_ascend.decode.constraint import Constraint, Matcher
 from lopa_ascend.decode.filters import filters_for
 from lopa_ascend.decode.masked import begin_masked
 from lopa_ascend.decode.strategy import SequenceStart
-from lopa_ascend.decode.thinking import ThinkingMatcher
+from lopa_ascend.decode.thinking import FreeAnswer, ThinkingMatcher
 from lopa_ascend.kv.pages import PageTables
 from lopa_ascend.kv.prefix_cache import Prefix
 from lopa_ascend.runner.runner import Runner
@@ -69,13 +69,15 @@ class Starter:
 
     def _constraint(self, request: Request, eos: tuple[int, ...]) -> Constraint | None:
         """The request's grammar at its beginning, which is compiled by now."""
-        if (grammar := self.grammars.pop(request.request_id, None)) is None:
+        if (asked := request.params.structured_outputs) is None:
             return None
-        assert request.params.structured_outputs is not None
         ends = [token for token in (*eos, *request.params.stop_token_ids) if token < self._num_token_ids]
-        matcher: Matcher = grammar.matcher(ends)
-        if (thinking := request.params.structured_outputs.thinking) is not None:
-            matcher = ThinkingMatcher(matcher, thinking, self._num_token_ids)
+        compiled = self.grammars.pop(request.request_id, None)
+        thinking, number = asked.thinking, self._num_token_ids
+        close = () if thinking is None else thinking.close
+        matcher: Matcher = FreeAnswer(close, number) if compiled is None else compiled.matcher(ends)
+        if thinking is not None:
+            matcher = ThinkingMatcher(matcher, thinking, number)
         return Constraint(matcher, ends)
 
     def _scoring(self, request: Request) -> Scoring:

@@ -121,6 +121,13 @@ class GrammarMatcher:
     def forced(self) -> list[int]:
         return self._vocabulary.without(self._checked(self._matcher.compute_ff_tokens()), self._hidden)
 
+    @property
+    def takes_any(self) -> bool:
+        return False
+
+    def ahead(self) -> Sequence[tuple[int, int]]:
+        return ()
+
     def _checked(self, value: T) -> T:
         if self._matcher.is_error():
             raise GrammarError(f"the grammar cannot be followed any further: {_reason(self._matcher.get_error())}")

@@ -184,7 +184,7 @@ class Prompts:
         """
         has_banned_texts = any(isinstance(word, str) for word in params.bad_words)
         if self.tokenizer is None:
-            is_constrained = params.structured_outputs is not None
+            is_constrained = params.structured_outputs is not None and not params.structured_outputs.is_any
             needs = {"stop": bool(params.stop), "bad_words": has_banned_texts, "structured_outputs": is_constrained}
             for name, needs_tokenizer in needs.items():
                 if needs_tokenizer:
@@ -193,7 +193,7 @@ class Prompts:
         if thinking is not None:
             params = _after_thinking(params, replace(thinking, max_tokens=params.max_thinking_tokens))
         special = _special_stops(params, self.tokenizer, self._mask_token_id)
-        if params.structured_outputs is not None:
+        if params.structured_outputs is not None and not params.structured_outputs.is_any:
             params = params.with_valid(structured_outputs=self._guard.checked(params.structured_outputs))
         if special:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
@@ -207,7 +207,7 @@ def _after_thinking(params: DecodingParams, thinking: Thinking) -> DecodingParam
     that."""
     grammar = params.structured_outputs
     if grammar is None and thinking.max_tokens is not None:
-        grammar = Grammar("regex", "(?s:.*)")
+        grammar = Grammar("any", "")
     return params if grammar is None else params.with_valid(structured_outputs=replace(grammar, thinking=thinking))
 
 

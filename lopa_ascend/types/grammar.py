@@ -12,8 +12,8 @@ class Grammar:
     """Which texts an answer may be, as a request states it. ``text.grammars`` compiles it."""
 
     kind: str
-    """"json" (text: a JSON schema), "json_object" (text: empty), "regex", "choice" (text: a JSON list of strings), or
-    "grammar" (text: in Lark's syntax)."""
+    """"json" (text: a JSON schema), "json_object" (text: empty), "regex", "choice" (text: a JSON list of strings),
+    "grammar" (text: in Lark's syntax), or "any" (text: empty; no request names it), which limits ``thinking`` alone."""
     text: str
     thinking: Thinking | None = field(default=None, compare=False)
     """What may come before the answer; the grammar begins after that."""
@@ -24,6 +24,11 @@ class Grammar:
 
     def __str__(self) -> str:
         return self.kind
+
+    @property
+    def is_any(self) -> bool:
+        """Whether the answer may be any text, so that there is nothing to compile."""
+        return self.kind == "any"
 
 
 class GrammarError(ValueError):

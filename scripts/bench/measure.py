@@ -112,7 +112,9 @@ def decode(
         parts, work = _measured(llm, lambda: outputs.extend(_generated(llm, batches, params)))
         wall = time.perf_counter() - started
     after = llm.engine.stats()
-    if cached and after.num_prefill_steps != before.num_prefill_steps:
+    # A causal model computes a prompt's last token again, whose prediction begins the answer.
+    is_causal = llm.engine.runner.model.properties.is_causal
+    if cached and not is_causal and after.num_prefill_steps != before.num_prefill_steps:
         raise RuntimeError("prompts were computed again: the prefix cache has no room for them")
     return Decode(
         params=params,

@@ -27,6 +27,7 @@ import msgspec
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.families import recommended_decoding
+from lopa_ascend.types import Grammar, Thinking
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
@@ -238,7 +239,15 @@ class CausalParams(msgspec.Struct, forbid_unknown_fields=True):
             "sub_block_size": self.block_length // self.num_small_blocks,
             "tau_conf": 1.0 if self.threshold is None or self.alg != "confidence_threshold" else self.threshold,
         }
-        return found | ({"confidence": "neg_entropy"} if self.alg == "entropy" else {})
+        if self.alg == "entropy":
+            found["confidence"] = "neg_entropy"
+        if self.max_thinking_tokens is not None:
+            if self.end_think_token_id is None:
+                raise ValueError("end_think_token_id: is missing, expected an id, because of max_thinking_tokens")
+            # The thoughts have begun. There is no tokenizer, which would know the marks.
+            thinking = Thinking(True, (), (self.end_think_token_id,), self.max_thinking_tokens)
+            found["structured_outputs"] = Grammar("any", "", thinking)
+        return found
 
 
 class A2dParams(msgspec.Struct, forbid_unknown_fields=True):
@@ -387,7 +396,8 @@ class Case:
             output, limit = output[: found.max_new_tokens], len(trace.prompt_ids) + found.max_new_tokens
             passes, with_adapter = [each for each in passes if each.start + each.len <= limit], found.lora
         decoding["max_new_tokens"], end = len(output), None
-        decoding["ignore_eos"] = not found.stop_at_eos
+        if "structured_outputs" not in decoding:  # which ends at an EOS
+            decoding["ignore_eos"] = not found.stop_at_eos
         if found.stop_at_eos:
             if trace.eos_token_id is None:
                 raise ValueError("eos_token_id: is missing, expected an id, because of stop_at_eos")
@@ -423,7 +433,7 @@ class Case:
 
 def _changes(record: StepRecord) -> Fills:
     """What a pass fills and edits."""
-    fills: Fills = [(fill.position, fill.token) for fill in record.fills]
+    fills: Fills = [(fill.position, fill.token) for fill in (*record.fills, *record.forced)]
     return sorted([*fills, *((edit.position, edit.token, edit.replaced) for edit in record.edits)])
 
 

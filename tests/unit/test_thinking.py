@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from lopa_ascend.config import DecodingParams, Limits, ParameterError
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.decode.strategy import SequenceStart
-from lopa_ascend.decode.thinking import ThinkingMatcher
+from lopa_ascend.decode.thinking import FreeAnswer, ThinkingMatcher
 from lopa_ascend.serve.api.chat import ChatRequest
 from lopa_ascend.serve.api.completions import CompletionRequest
 from lopa_ascend.serve.api.decisions import DecisionRequest
@@ -30,7 +31,7 @@ from lopa_ascend.serve.tokens import TokenizeRequest, _tokenized
 from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.reasoning import ReasoningReader
-from lopa_ascend.types import DREAM, GenerationOutput, Progress, RowResult, Thinking, TokenRun, Update
+from lopa_ascend.types import DREAM, GenerationOutput, ModelProperties, Progress, RowResult, Thinking, TokenRun, Update
 from tests.answers import final_tokens
 from tests.tiny import tiny_tokenizer
 
@@ -351,6 +352,64 @@ def test_decodings_think_as_long_as_they_may_and_answer_then(options: dict[str, 
     assert tiny_tokenizer().decode(answer[11:]) in ("yes", "no")
 
 
+CAUSAL = ModelProperties(logit_shift=0, attention="causal")
+
+
+def decoded(
+    limit: int, predicted: Mapping[int, tuple[int, float]], **options: Any
+) -> tuple[list[int], list[list[int]]]:
+    """The answer to a prompt of two tokens after predictions by place, elsewhere "a" with a probability of 0.4; and the
+    generated tokens of each pass as it computes them."""
+    params = DecodingParams.of(**{"decoding": "causal_blocks", "block_size": 8, "max_new_tokens": 16, **options})
+    answer = FreeAnswer((CLOSE,), 320)
+    constraint = Constraint(ThinkingMatcher(answer, Thinking(True, (), (CLOSE,), limit), 320), [316])
+    strategy = begin(SequenceStart((1, 2), params, 319, frozenset([316]), properties=CAUSAL, constraint=constraint))
+    computed = []
+    while (plan := strategy.plan()) is not None:
+        results = []
+        for row in plan.rows:
+            tokens, probs = zip(*(predicted.get(place - 2, (A, 0.4)) for place in row.masked), strict=True)
+            allowed = strategy.grammar.allowed(strategy.anchor, row)
+            first = tokens[0] if allowed >> tokens[0] & 1 else CLOSE if allowed == 1 << CLOSE else A
+            results.append(RowResult((first, *tokens[1:]), probs, probs))
+        computed.append(list(plan.rows[-1].tokens[max(0, 2 - plan.rows[-1].start) :]))
+        strategy.absorb(plan, results, 0, 0)
+    return final_tokens(strategy), computed
+
+
+A = ENCODED("a")[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"decoding": "lopa", "base": "causal_blocks", "num_branches": 2}])
+def test_causal_blocks_see_from_the_beginning_where_thoughts_must_end(options: dict[str, Any]):
+    answer, computed = decoded(5, {}, **options)
+    assert computed[1][5] == CLOSE
+    assert answer == [A, A, A, A, A, CLOSE, *[A] * 10]
+    at_the_start, _ = decoded(8, {}, **options)
+    assert at_the_start.index(CLOSE) == 8
+    early, computed = decoded(5, {2: (CLOSE, 0.9)}, **options)  # the thoughts end before: what was given goes
+    assert computed[1][5] == CLOSE
+    assert early == [A, A, CLOSE, *[A] * 13]
+
+
+def test_thoughts_are_filled_in_the_order_of_a_free_answer():
+    """A limit that is not reached changes nothing; only a grammar that says what comes next fills the first mask."""
+    rng = random.Random(0)
+    predicted = {place: (rng.choice(ENCODED("abcdef")), rng.random()) for place in range(16)}
+    limited, computed = decoded(99, predicted, tau_conf=0.8)
+    params = DecodingParams.of(decoding="causal_blocks", block_size=8, max_new_tokens=16, tau_conf=0.8)
+    strategy = begin(SequenceStart((1, 2), params, 319, frozenset([316]), properties=CAUSAL))
+    for tokens in computed:
+        plan = strategy.plan()
+        assert plan is not None
+        (row,) = plan.rows
+        assert list(row.tokens[max(0, 2 - row.start) :]) == tokens
+        tokens_, probs = zip(*(predicted[place - 2] for place in row.masked), strict=True)
+        strategy.absorb(plan, [RowResult(tokens_, probs, probs)], 0, 0)
+    assert strategy.plan() is None
+    assert final_tokens(strategy) == limited
+
+
 def test_the_engine_is_told_how_the_model_thinks():
     def thinking_of(request: GenerationRequest, plan: Planner = PLANNER) -> Any:
         grammar = request.plan(plan)[0].params.structured_outputs
@@ -360,7 +419,7 @@ def test_the_engine_is_told_how_the_model_thinks():
     assert thinking_of(chat(**form)) == (MARKED, "json_object")
     opened = Thinking(True, MARKED.open, MARKED.close, 9)
     assert thinking_of(chat(**form, **OPENS, max_thinking_tokens=9)) == (opened, "json_object")
-    assert thinking_of(respond(**OPENS, thinking_token_budget=9)) == (opened, "regex")
+    assert thinking_of(respond(**OPENS, thinking_token_budget=9)) == (opened, "any")
     assert thinking_of(chat(**form, chat_template_kwargs={"enable_thinking": False})) == (None, "json_object")
     assert thinking_of(chat(chat_template_kwargs={"enable_thinking": False}, max_thinking_tokens=9)) is None
     assert thinking_of(chat()) is None
@@ -374,5 +433,5 @@ def test_the_engine_is_told_how_the_model_thinks():
     with pytest.raises(ParameterError, match='^max_thinking_tokens: 9 does not go with decoding "vanilla"'):
         chat(max_thinking_tokens=9, decoding="vanilla").plan(PLANNER)
     default = Planner(PLANNER.prompts, LIMITS, {"max_thinking_tokens": 9})
-    assert thinking_of(chat(**OPENS), default) == (opened, "regex")
+    assert thinking_of(chat(**OPENS), default) == (opened, "any")
     assert thinking_of(read_body(CompletionRequest, b'{"prompt": "a", "max_tokens": 4}'), default) is None
