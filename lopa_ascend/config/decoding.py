@@ -122,6 +122,16 @@ class DecodingParams(UsualParams):
         return size if self.strategy.has_one_open_block else None
 
     @property
+    def most_rows(self) -> int:
+        """The most rows that a forward pass may have."""
+        return self.block_size if self.strategy.has_row_of_each_position else 1 + self.lookaheads
+
+    @property
+    def row_length(self) -> int:
+        """Positions of a block, and so of the rows of a compiled forward pass."""
+        return 1 if self.strategy.fills_one else self.block_size
+
+    @property
     def eager_parameter(self) -> str | None:
         """A field whose value no compiled step can decode, whatever it is compiled for; None if some can.
 
@@ -260,7 +270,7 @@ class GraphParams:
         runs_eagerly = params.is_auto and params.branch_acceptance != "exact"
         return cls(
             num_branches=cls.num_branches if runs_eagerly else params.lookaheads,
-            block_size=params.strategy.row_length(params),
+            block_size=params.row_length,
             window_attention=params.window_attention,
             confidence=params.confidence,
             branch_acceptance=params.branch_acceptance,

@@ -75,7 +75,7 @@ class Limits:
 
     def num_slots(self, params: DecodingParams) -> int:
         """Slots that a request has in each group of ranks."""
-        return slots_for(params.strategy.most_rows(params), self.branch_parallel_size)
+        return slots_for(params.most_rows, self.branch_parallel_size)
 
     def max_branches(self, window: int) -> int:
         """The most branches, the anchor included, of one request in one step, so that no rank computes more than
@@ -209,7 +209,7 @@ class Limits:
 
     def _first_window(self, params: DecodingParams) -> int:
         """The most generated positions of the first block."""
-        size = params.strategy.row_length(params)
+        size = params.row_length
         return self.properties.limit(0, min(size, params.max_new_tokens), size)
 
     def _check_branches(self, prompt_tokens: int, params: DecodingParams) -> None:

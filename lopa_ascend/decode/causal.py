@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
 from lopa_ascend.decode.strategy import Only
@@ -73,20 +72,14 @@ class Autoregressive(CausalBlocks):
 
     description = "one token a pass, as an autoregressive model, for causal models"
     base = "ar"
+    fills_one = True
+    draws_once = True
     only: ClassVar[Only] = {"sub_block_size": (), "tau_conf": None}
 
     @classmethod
     def fits(cls, properties: ModelProperties) -> bool:
         """Whether the model is causal."""
         return properties.is_causal
-
-    @classmethod
-    def row_length(cls, params: DecodingParams) -> int:
-        return 1
-
-    @property
-    def noise_round(self) -> int:
-        return 0  # each position is drawn once
 
     def extend(self, branch: Branch) -> Branch:
         return branch.open_block(1, self.mask) if self._may_open(branch) else branch

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.kinds import Choice, Number
 from lopa_ascend.config.settings import research
 from lopa_ascend.decode.causal import Autoregressive
@@ -57,6 +56,7 @@ class LinearSpec(Autoregressive):
         'drafts a block at once and checks it in a causal pass, for causal models: the answer of "ar" in fewer passes'
     )
     base = "linear_spec"
+    fills_one = False
     drafts = True
     parameters = LinearSpecParams
     own: LinearSpecParams
@@ -79,10 +79,6 @@ class LinearSpec(Autoregressive):
     def writes_on(self) -> bool:
         """Whether a branch checks the drafts behind its second choice."""
         return True
-
-    @classmethod
-    def row_length(cls, params: DecodingParams) -> int:
-        return params.block_size
 
     # ---- before a forward pass -------------------------------------------------------------------------------------
 

@@ -71,6 +71,8 @@ class S2D2(BlockPipeline):
     description = "drafts of a block, which the same model checks token by token (S2D2), for block-causal models"
     told_apart_by = ("base",)
     has_one_open_block = True
+    has_row_of_each_position = True
+    draws_once = True
     parameters = S2D2Params
     own: S2D2Params
     only: ClassVar[Only] = {
@@ -109,18 +111,9 @@ class S2D2(BlockPipeline):
         return properties.is_block_causal and not properties.logit_shift
 
     @classmethod
-    def most_rows(cls, params: DecodingParams) -> int:
-        """One for each position of a block."""
-        return params.block_size
-
-    @classmethod
     def ranked_by(cls, params: DecodingParams) -> str:
         """Scores are made of entropies. Positions are ranked by probability all the same."""
         return "neg_entropy" if params.routing in ("score", "hysteresis") else "max_prob"
-
-    @property
-    def noise_round(self) -> int:
-        return 0
 
     # ---- before a forward pass -------------------------------------------------------------------------------------
 
@@ -277,6 +270,7 @@ class S2D2FastDllmV2Params(S2D2Params, FastDllmV2Params):
 class S2D2FastDllmV2(S2D2, FastDllmV2):
     """One sequence under S2D2 over Fast-dLLM v2, whose logits predict the next position."""
 
+    has_row_of_each_position = False
     parameters = S2D2FastDllmV2Params
     own: S2D2FastDllmV2Params
     only: ClassVar[Only] = {"sub_block_cache": ()}
@@ -284,7 +278,3 @@ class S2D2FastDllmV2(S2D2, FastDllmV2):
     @classmethod
     def fits(cls, properties: ModelProperties) -> bool:
         return FastDllmV2.fits(properties)
-
-    @classmethod
-    def most_rows(cls, params: DecodingParams) -> int:
-        return 1

@@ -130,6 +130,12 @@ class Strategy(ABC):
     """Whether a block's passes see from the beginning what a grammar says comes later in it."""
     has_graphs: ClassVar[bool] = False
     """Whether compiled steps decode it. This is not inherited."""
+    has_row_of_each_position: ClassVar[bool] = False
+    """Whether a pass may have a row for each position of a block. Otherwise each branch has one."""
+    fills_one: ClassVar[bool] = False
+    """Whether a block is one position, whatever ``block_size`` is."""
+    draws_once: ClassVar[bool] = False
+    """Whether what is drawn for a position depends on seed and position alone. Otherwise each pass draws anew."""
     decides_on_host: ClassVar[bool] = False
     """Whether its forward passes alone are compiled. So they support all that a request asks."""
     drafts: ClassVar[bool] = False
@@ -152,7 +158,7 @@ class Strategy(ABC):
         self.limit = properties.limit(len(prompt), params.max_new_tokens, params.block_size)
         self._rule = acceptance_rule(params)
         self.own = self.parameters(**{name: getattr(params, name) for name in settings(self.parameters)})
-        self.max_rows = self.most_rows(params)
+        self.max_rows = params.most_rows
         self.num_committed = start.num_committed
         self.num_forwards = 0
         self.is_stuck = False
@@ -176,11 +182,6 @@ class Strategy(ABC):
         return True
 
     @classmethod
-    def row_length(cls, params: DecodingParams) -> int:
-        """Positions of a block, and so of the rows of a compiled forward pass."""
-        return params.block_size
-
-    @classmethod
     def ranked_by(cls, params: DecodingParams) -> str:
         """The confidence that a pass reports beside the probability."""
         ranking: str = cls.confidence or params.confidence
@@ -190,16 +191,6 @@ class Strategy(ABC):
     def draws(cls, params: DecodingParams) -> bool:
         """Whether positions are drawn by the seed."""
         return False
-
-    @classmethod
-    def most_rows(cls, params: DecodingParams) -> int:
-        """See ``max_rows``."""
-        return 1 + params.lookaheads
-
-    @property
-    def noise_round(self) -> int:
-        """What the noise of samples depends on beside seed and position: here each pass draws anew."""
-        return self.num_forwards
 
     @property
     def anchor(self) -> Branch:

@@ -26,7 +26,7 @@ from lopa_ascend.model.base import ForwardInputs, Model
 from lopa_ascend.types import GraphStats, SequencePlan
 
 
-class Kind(NamedTuple):
+class PassKind(NamedTuple):
     """What the rows of a pass have in common."""
 
     length: int
@@ -35,16 +35,16 @@ class Kind(NamedTuple):
     drafts: bool = False
 
     @classmethod
-    def of(cls, plan: SequencePlan) -> Kind | None:
-        """None if rows have several lengths, or do not compute all their positions."""
-        lengths = {len(row.tokens) for row in plan.rows if row.compute_from == row.start}
-        if len(lengths) != 1 or any(row.compute_from > row.start for row in plan.rows):
-            return None
-        (length,) = lengths
-        return cls(length, length > 1 and plan.rows[0].is_causal, plan.rows[0].drafts)
+    def of(cls, plan: SequencePlan) -> PassKind | None:
+        """None if rows differ, do not compute all their positions, or are causal in part."""
+        kinds = {cls(len(row.tokens), len(row.tokens) > 1 and row.is_causal, row.drafts) for row in plan.rows}
+        has_whole_rows = all(
+            row.compute_from <= row.start and (row.is_causal or row.causal_end <= row.start) for row in plan.rows
+        )
+        return kinds.pop() if has_whole_rows and len(kinds) == 1 else None
 
 
-class Rows(NamedTuple):
+class PassShape(NamedTuple):
     """The shapes of a compiled forward pass."""
 
     rows: int
@@ -59,8 +59,8 @@ class Rows(NamedTuple):
     drafts: bool = False
 
     @property
-    def kind(self) -> Kind:
-        return Kind(self.length, self.is_causal, self.drafts)
+    def kind(self) -> PassKind:
+        return PassKind(self.length, self.is_causal, self.drafts)
 
     @property
     def tokens(self) -> int:
@@ -90,7 +90,7 @@ class Rows(NamedTuple):
         return tuple(getattr(self, name) for name in dims.split())
 
 
-def declare_rows(kinds: Mapping[Kind, int], shape: Rows, max_tokens: int) -> tuple[Rows, ...]:
+def declare_rows(kinds: Mapping[PassKind, int], shape: PassShape, max_tokens: int) -> tuple[PassShape, ...]:
     """The buckets of an engine.
 
     Args:
@@ -117,10 +117,12 @@ class ForwardTensors(NamedTuple):
     page_tables: Annotated[Tensor, int32("all_entries pages")]
 
 
-class Launcher:
+class PassLauncher:
     """The compiled forward pass of one bucket."""
 
-    def __init__(self, bucket: Rows, model: Model, pool: KVPool, memory: Tensor, first_padding_position: int) -> None:
+    def __init__(
+        self, bucket: PassShape, model: Model, pool: KVPool, memory: Tensor, first_padding_position: int
+    ) -> None:
         self.bucket, self._model = bucket, model
         self._memory = memory[: num_elements(ForwardTensors, bucket)]
         self._first_padding_position = first_padding_position
@@ -201,18 +203,18 @@ class Forwards:
         num_groups: branch-parallel groups.
     """
 
-    def __init__(self, declared: Sequence[Rows], compiler: Compiler, model: Model, pool: KVPool, num_groups: int):
+    def __init__(self, declared: Sequence[PassShape], compiler: Compiler, model: Model, pool: KVPool, num_groups: int):
         self._compiler, self._pool, self._num_groups = compiler, pool, num_groups
         size = max(num_elements(ForwardTensors, bucket) for bucket in declared)
         self._memory = torch.zeros(size, dtype=torch.int32, device=model.ops.device)
         padding = pool.num_pages * PAGE_SIZE
-        self.launchers = {bucket: Launcher(bucket, model, pool, self._memory, padding) for bucket in declared}
+        self.launchers = {bucket: PassLauncher(bucket, model, pool, self._memory, padding) for bucket in declared}
         self._slots = max(bucket.slots for bucket in declared)
         self._num_launches = self._tokens = self._padded_tokens = 0
         self._eager_steps: Counter[str] = Counter()
 
     @torch.inference_mode()
-    def warm_up(self, launchers: Iterable[Launcher]) -> None:
+    def warm_up(self, launchers: Iterable[PassLauncher]) -> None:
         """Compiles the buckets of some launchers. After that no bucket can be compiled any more."""
         for launcher in launchers:
             launcher.compile(self._compiler)
@@ -233,10 +235,10 @@ class Forwards:
             replay_milliseconds=dict(compiler.replay_milliseconds),
         )
 
-    def divide(self, sequences: Iterable[Running]) -> Iterator[tuple[Kind | None, list[Running]]]:
+    def divide(self, sequences: Iterable[Running]) -> Iterator[tuple[PassKind | None, list[Running]]]:
         """Divides the sequences of a step, the same on all ranks, into those of each kind, and of none, which are
         computed op by op. None of them has more rows than a bucket."""
-        by_kind: dict[Kind | None, list[list[Running]]] = {}
+        by_kind: dict[PassKind | None, list[list[Running]]] = {}
         for sequence in sequences:
             kind, rows = self._kind(sequence), self._num_rows([sequence])
             groups = by_kind.setdefault(kind, [[]])
@@ -247,10 +249,10 @@ class Forwards:
             for group in groups:
                 yield kind, group
 
-    def _kind(self, sequence: Running) -> Kind | None:
+    def _kind(self, sequence: Running) -> PassKind | None:
         if sequence.in_prefill:  # its pieces have any length, and their bits do not depend on it
             return None
-        kind = Kind.of(sequence.next_pass)
+        kind = PassKind.of(sequence.next_pass)
         if kind is None or not (most := self._most(kind)):
             self._eager_steps["block_size"] += 1
             return None
@@ -259,7 +261,7 @@ class Forwards:
             return None
         return kind
 
-    def _most(self, kind: Kind) -> int:
+    def _most(self, kind: PassKind) -> int:
         """Rows of the largest bucket of a kind."""
         return max((bucket.rows for bucket in self.launchers if bucket.kind == kind), default=0)
 
@@ -267,7 +269,7 @@ class Forwards:
         """Rows that the busiest group computes at most."""
         return sum(slots_for(len(sequence.next_pass.rows), self._num_groups) for sequence in sequences)
 
-    def hidden(self, kind: Kind, inputs: ForwardInputs) -> Tensor:
+    def hidden(self, kind: PassKind, inputs: ForwardInputs) -> Tensor:
         """Final normed hidden states [R, hidden] of ``inputs.rows``.
 
         Args:

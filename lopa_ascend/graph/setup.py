@@ -15,7 +15,7 @@ from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.graph.buckets import Bucket, Buckets, declare
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.graph.executor import GraphExecutor
-from lopa_ascend.graph.forwards import Forwards, Kind, Rows, declare_rows
+from lopa_ascend.graph.forwards import Forwards, PassKind, PassShape, declare_rows
 from lopa_ascend.graph.launcher import Graphs
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for, slots_for
 from lopa_ascend.kv.pool import KVPool
@@ -46,12 +46,12 @@ class GraphPlan:
     """The largest sizes of all steps."""
     steps: tuple[Bucket, ...]
     """Decode steps, in the order of their cost; none for a causal model."""
-    forwards: tuple[Rows, ...]
+    forwards: tuple[PassShape, ...]
     """Forward passes of a causal model."""
     compiler: Compiler
 
     @property
-    def declared(self) -> tuple[Bucket, ...] | tuple[Rows, ...]:
+    def declared(self) -> tuple[Bucket, ...] | tuple[PassShape, ...]:
         """All buckets."""
         return self.steps or self.forwards
 
@@ -152,13 +152,13 @@ def _windows(config: EngineConfig, shape: Bucket, max_tokens: int) -> tuple[Buck
     return declared
 
 
-def _rows(config: EngineConfig, shape: Bucket, max_tokens: int) -> tuple[Rows, ...]:
+def _rows(config: EngineConfig, shape: Bucket, max_tokens: int) -> tuple[PassShape, ...]:
     """The buckets of forward passes: those of branches, and those that commit a block, of which there is one each."""
     drafts = config.graph_params.drafts
-    kinds = {Kind(shape.block_length, False, drafts): config.max_num_seqs * (1 if drafts else shape.slots)}
+    kinds = {PassKind(shape.block_length, False, drafts): config.max_num_seqs * (1 if drafts else shape.slots)}
     if shape.block_length > 1:
-        kinds[Kind(shape.block_length, is_causal=True)] = config.max_num_seqs
-    largest = Rows(config.max_num_seqs, shape.block_length, False, shape.slots, shape.pages, shape.max_queries)
+        kinds[PassKind(shape.block_length, is_causal=True)] = config.max_num_seqs
+    largest = PassShape(config.max_num_seqs, shape.block_length, False, shape.slots, shape.pages, shape.max_queries)
     return declare_rows(kinds, largest, max_tokens)
 
 

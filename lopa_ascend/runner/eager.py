@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.core import Result, Sequence
-from lopa_ascend.graph.forwards import Forwards, Kind
+from lopa_ascend.graph.forwards import Forwards, PassKind
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.base import ForwardInputs, Model
 from lopa_ascend.parallel.collectives import ALONE, Group
@@ -76,7 +76,7 @@ class EagerExecutor:
             return self._run(sequences, None)
         return [result for kind, group in self.forwards.divide(sequences) for result in self._run(group, kind)]
 
-    def _run(self, sequences: List[Sequence], kind: Kind | None) -> list[Result]:
+    def _run(self, sequences: List[Sequence], kind: PassKind | None) -> list[Result]:
         plans = [sequence.next_pass for sequence in sequences]
         passes, predictions = self.forward(sequences, [self.placement.share(plan) for plan in plans], kind)
         for plan in plans:
@@ -158,7 +158,7 @@ class EagerExecutor:
 
     @torch.inference_mode()
     def forward(
-        self, sequences: List[Sequence], shares: List[Share], kind: Kind | None = None
+        self, sequences: List[Sequence], shares: List[Share], kind: PassKind | None = None
     ) -> tuple[list[Pass], list[Tensor]]:
         """This rank's part of the forward pass of some sequences; and for each sequence what it predicts for every
         masked position of every row of this group, branch by branch: int32 [n, 3], see ``prediction.encode``.
@@ -176,7 +176,7 @@ class EagerExecutor:
         orders = (torch.from_numpy(part.order).to(self.ops.device) for part in batch.parts)
         return passes, [predictions[order] for predictions, order in zip(scored, orders, strict=True)]
 
-    def _hidden(self, inputs: ForwardInputs | None, kind: Kind | None) -> Tensor:
+    def _hidden(self, inputs: ForwardInputs | None, kind: PassKind | None) -> Tensor:
         """The hidden states that the model computes [n, hidden]; none if there is nothing to compute."""
         if inputs is None:
             # torch.empty, because head.new_empty would return a packed tensor if the head is packed, and a packed
@@ -208,7 +208,7 @@ class EagerExecutor:
             hidden=hidden,
             positions=part.positions,
             scoring=replace(sequence.scoring, runner_up=True) if part.drafts else sequence.scoring,
-            round=strategy.noise_round,
+            round=0 if strategy.draws_once else strategy.num_forwards,
             adjustment=adjustment_for(sequence.request.params, prompt, _counted(sequence, part), self.ops.device),
             bans=bans,
         )

@@ -34,7 +34,7 @@ class Job:
     """The predicted positions [n]."""
     scoring: Scoring
     round: int
-    """See ``Strategy.noise_round``."""
+    """What the noise of samples depends on beside seed and position."""
     adjustment: Adjustment | None = None
     """What is done to the logits first."""
     bans: Bans | None = None

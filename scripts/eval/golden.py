@@ -376,18 +376,10 @@ class Case:
             raise ValueError(f"family: unknown value {trace.family!r}, {_one_of(FAMILIES)}")
         if trace.draws.kind != "greedy":
             raise ValueError(f"draws: is {trace.draws.kind!r}, expected 'greedy': draws cannot be given to an engine")
-        published = FAMILIES[trace.family]
-        checked = (S2d2Params,) if trace.family.endswith("_s2d2") else ()
-        names = [name for each in (published, *checked) for name in each.__struct_fields__]
-        if unknown := sorted(trace.params.keys() - {*names}):
-            raise ValueError(f"params: unknown name {unknown[0]!r}, {_one_of(names)}")
         model = file.parent / trace.model_dir
         if not (model / "config.json").is_file():
             raise ValueError(f"model_dir: {model} has no config.json, expected a model directory")
-        found = _taken(published, trace.params)
-        decoding = found.decoding(model)
-        for each in checked:
-            decoding = _taken(each, trace.params).decoding(decoding)
+        found, decoding = _in_our_terms(trace, model)
         output = trace.output_ids
         if trace.mask_token_id in output:  # after a stop the published code leaves masks
             output = output[: output.index(trace.mask_token_id)]
@@ -429,6 +421,24 @@ class Case:
             if token != recorded:
                 return f"output {number}: {token}, recorded {recorded}"
         return None
+
+
+def _in_our_terms(trace: Trace, model: Path) -> tuple[Any, dict[str, Any]]:
+    """The published parameters of a trace, and the decoding parameters that they stand for.
+
+    Raises:
+        ValueError: a name or a value is unknown.
+    """
+    published = FAMILIES[trace.family]
+    checked = (S2d2Params,) if trace.family.endswith("_s2d2") else ()
+    names = [name for each in (published, *checked) for name in each.__struct_fields__]
+    if unknown := sorted(trace.params.keys() - {*names}):
+        raise ValueError(f"params: unknown name {unknown[0]!r}, {_one_of(names)}")
+    found = _taken(published, trace.params)
+    decoding = found.decoding(model)
+    for each in checked:
+        decoding = _taken(each, trace.params).decoding(decoding)
+    return found, decoding
 
 
 def _changes(record: StepRecord) -> Fills:

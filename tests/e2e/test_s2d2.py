@@ -24,8 +24,8 @@ from tests.e2e.batching import decisions, run
 from tests.tiers import examples
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
-FAST = ("fast2_a", "fast2_b")
-MODELS = [f"s2d2/{name}" for name in ("sdar_a", "sdar_b", *FAST)] + ["llada2/model_a", "diffcoder/model_b"]
+FAST = "fast2_b"
+MODELS = [f"s2d2/{name}" for name in ("sdar_a", "sdar_b", FAST)] + ["llada2/model_a", "diffcoder/model_b"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -120,20 +120,23 @@ def test_each_token_is_the_model_s_next_one_behind_the_tokens_before_it(attentio
 
 
 def test_over_causal_keys_and_values_it_is_the_autoregressive_model() -> None:
-    for model in (f"s2d2/{name}" for name in FAST):
-        dense = reference.load(GOLDEN / model)
-        prompts = texts(7, 32, 40)
-        causal = answers(model, prompts, block_size=32, window_attention="causal")
-        for prompt, answer in zip(prompts, causal, strict=True):
-            with torch.no_grad():
-                rows = dense(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-            rows[:, json.loads((GOLDEN / model / "config.json").read_text())["mask_token_id"]] = -torch.inf
-            assert answer == rows.argmax(-1).tolist()
-        assert answers(model, prompts, block_size=32) != causal, "blocks that are final have seen both directions"
+    model = f"s2d2/{FAST}"
+    dense, mask = (
+        reference.load(GOLDEN / model),
+        json.loads((GOLDEN / model / "config.json").read_text())["mask_token_id"],
+    )
+    prompts = texts(7, 32, 40)
+    causal = answers(model, prompts, block_size=32, window_attention="causal")
+    for prompt, answer in zip(prompts, causal, strict=True):
+        with torch.no_grad():
+            rows = dense(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        rows[:, mask] = -torch.inf
+        assert answer == rows.argmax(-1).tolist()
+    assert answers(model, prompts, block_size=32) != causal, "blocks that are final have seen both directions"
 
 
 def test_neighbours_change_no_bit_and_cached_prompts_no_token() -> None:
-    for model in ("s2d2/sdar_a", "s2d2/fast2_a"):
+    for model in ("s2d2/sdar_a", "s2d2/fast2_b"):
         size = 32 if model.endswith(FAST) else 16
         ways: list[dict[str, Any]] = [
             {"window_attention": "causal"},
@@ -184,9 +187,9 @@ def test_passes_name_their_drafts_and_how_many_hold() -> None:
         ("s2d2/sdar_a", {"window_attention": "full"}, "window_attention"),
         ("s2d2/sdar_a", {"base": "fast_dllm_v2"}, "base"),
         ("s2d2/sdar_a", {"routing_run": 3}, "routing_run"),
-        ("s2d2/fast2_a", {"base": "d2f"}, "base"),
-        ("s2d2/fast2_a", {"base": "fast_dllm_v2", "denoising_steps": 2}, "denoising_steps"),
-        ("s2d2/fast2_a", {"base": "fast_dllm_v2", "sub_block_cache": True}, "sub_block_cache"),
+        ("s2d2/fast2_b", {"base": "d2f"}, "base"),
+        ("s2d2/fast2_b", {"base": "fast_dllm_v2", "denoising_steps": 2}, "denoising_steps"),
+        ("s2d2/fast2_b", {"base": "fast_dllm_v2", "sub_block_cache": True}, "sub_block_cache"),
         ("llada/model_a", {}, "decoding"),
         ("nemotron/model_a", {}, "decoding"),
     ],

@@ -44,6 +44,13 @@ class Fixed:
     def forced(self) -> List[int]:
         return []
 
+    @property
+    def takes_any(self) -> bool:
+        return False
+
+    def ahead(self) -> List[tuple[int, int]]:
+        return []
+
 
 class Evens:
     """A further filter: bans even ids at even places."""

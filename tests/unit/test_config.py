@@ -173,9 +173,8 @@ def test_what_does_not_go_with_the_decoding_is_refused_with_both_names(values: d
 
 def test_attention_follows_the_decoding() -> None:
     attentions = {decoding: DecodingParams(decoding=decoding).window_attention for decoding in built_in_decodings()}
-    assert {attentions.pop(name) for name in ("lopa", "d2f", "fast_dllm_v2", "causal_blocks", "ar", "s2d2")} == {
-        "block_causal"
-    }
+    in_blocks = ("lopa", "d2f", "fast_dllm_v2", "causal_blocks", "ar", "linear_spec", "s2d2")
+    assert {attentions.pop(name) for name in in_blocks} == {"block_causal"}
     assert set(attentions.values()) == {"full"}
     assert DecodingParams(base="parallel").window_attention == "full"
 
