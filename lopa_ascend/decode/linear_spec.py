@@ -24,7 +24,7 @@ from lopa_ascend.decode.causal import Autoregressive
 from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2Params
 from lopa_ascend.decode.lopa import LookaheadParams, Lookaheads
 from lopa_ascend.decode.strategy import Only, SequenceStart
-from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
+from lopa_ascend.types import BranchRecord, Fill, ModelProperties, RowPlan, RowResult, SequencePlan, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,11 @@ class LinearSpec(Autoregressive):
         "acceptance": (),
         "confidence": (),
     }
+
+    @classmethod
+    def fits(cls, properties: ModelProperties) -> bool:
+        """Whether the model is causal, and was trained to draft blocks."""
+        return properties.is_causal and properties.drafts_blocks
 
     def __init__(self, start: SequenceStart) -> None:
         super().__init__(start)

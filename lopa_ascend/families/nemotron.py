@@ -78,8 +78,8 @@ FAMILY = Family(
     own_rope=frozenset({*_YARN, "attention_factor", "llama_4_scaling_beta"}),
     draft_adapter="linear_spec_lora",
     complete=_complete,
-    recommended={"decoding": "causal_blocks", "tau_conf": 0.9, "sub_block_size": 32},
-    source="the sampler of Nemotron-Labs-Diffusion",
+    recommended={"decoding": "linear_spec"},
+    source="the card of Nemotron-Labs-Diffusion",
     sizes={
         "3B": shape(3072, 9216, 26, 32, 8, rope_parameters=_rope(1e6)),
         "8B": shape(4096, 14336, 34, 32, 8, rope_parameters=_rope(1e6)),
@@ -101,8 +101,8 @@ AUTOREGRESSIVE = replace(
     FAMILY,
     name="nemotron_labs_diffusion_ar",
     claims=lambda config: config.get("dlm_paradigm") == "autoregressive",
-    properties=replace(FAMILY.properties, fills_blocks=False),
+    properties=replace(FAMILY.properties, fills_blocks=False, drafts_blocks=False),
     recommended={"decoding": "ar"},
     sizes={},
 )
-"""One that was not trained to fill blocks."""
+"""One that was not trained to fill blocks, or to draft them."""

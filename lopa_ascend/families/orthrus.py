@@ -27,7 +27,7 @@ FAMILY = Family(
     table=replace(sdar.TABLE, layer=(*sdar.TABLE.layer, *_drafting())),
     properties=ModelProperties(logit_shift=1, attention="causal", fills_blocks=False),
     defaults={"attention_bias": False, "block_size": 32},
-    recommended={"decoding": "ar"},
+    recommended={"decoding": "linear_spec"},
     source="src/model.py of Orthrus",
     sizes={
         "1.7B": shape(2048, 6144, 28, 16, 8, tie_word_embeddings=True),

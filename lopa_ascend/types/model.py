@@ -29,6 +29,8 @@ class ModelProperties:
     fills_blocks: bool = True
     """Whether positions that see one another may be filled without verification; a causal model may have learnt to
     draft only."""
+    drafts_blocks: bool = True
+    """Causal: whether positions that see one another may be drafted; the model may have learnt neither."""
     fills_as_llada: bool = False
     """On a whole canvas a pass fills what the code for LLaDA fills, where that for Dream fills less: with "factor" a
     block's last mask as soon as the rule comes to it (Fast-dLLM), and in a window of several blocks one position at
