@@ -10,8 +10,8 @@ for it:
 - Shorter prompts go first, but a prompt that was overtaken ``MAX_OVERTAKEN`` times is not overtaken again.
 
 A causal model's prompts are computed in pieces (``Pieces``), each followed by a decoding step if any request decodes.
-They are so small that they do half the work of that step, so that nobody waits for two steps. A token's work is 1 for
-the products with the weights, and grows with the positions that it sees.
+They are so small that they do half the work of that step, so that others wait for less than two steps as a rule. A
+token's work is 1 for the products with the weights, and grows with the positions that it sees.
 
 The rules count tokens and steps, not seconds, so every rank takes the same decisions.
 """

@@ -21,9 +21,8 @@ so other work on the machine disturbs them little. The columns:
   tokens/s           tokens of answers for each CPU second
   longest step       CPU milliseconds; every other request waits so long
 
-With --arriving there are a step of the others before the prompt comes in, how long they wait for their next step while
-it does (at most, and the 99th percentile), the stall (the longest wait in steps), and CPU seconds and steps until the
-prompt is computed.
+With --arriving there are the median and the longest step of the others, how long they wait between two steps while the
+prompt comes in (median and longest), both waits in median steps, and CPU seconds and steps until it is computed.
 
 Below it the CPU milliseconds of an engine step by part; --floors adds the least time that each part could take, by
 peaks of this machine that are measured in the same run (scripts/bench/parts.py). Compiled steps cannot be divided: of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -190,9 +191,9 @@ def arrive(
         arriving: token ids of the prompt.
 
     Returns:
-        In CPU milliseconds the median step of the others before, and the longest and the 99th percentile of the times
-        between two steps of theirs while the prompt is computed; ``stall``: the longest one divided by the median step;
-        CPU seconds and steps until the prompt is computed.
+        In CPU milliseconds the median and the longest step of the others, and how long they wait for another one while
+        the prompt is computed; the median and the longest wait divided by the median step, ``usual_stall`` and
+        ``stall``; CPU seconds and steps until the prompt is computed.
 
     Raises:
         RuntimeError: the others ended before.
@@ -204,7 +205,7 @@ def arrive(
     try:
         while any(sequence.in_prefill for sequence in engine.scheduler.running.values()) or engine.scheduler.waiting:
             engine.step()
-        ordinary = sorted(seconds for seconds, _ in itertools.islice(_steps(engine), ORDINARY_STEPS))
+        own = [seconds for seconds, _ in itertools.islice(_steps(engine), ORDINARY_STEPS)]
         engine.add(Request(name, tuple(arriving), params))
         waits, waited, total, count = list[float](), 0.0, 0.0, 0
         for seconds, updates in _steps(engine):
@@ -212,18 +213,18 @@ def arrive(
             if any(update.finish_reason for update in updates):
                 raise RuntimeError("a request ended before the prompt was computed: ask for more --new-tokens")
             if any(update.request_id in others for update in updates):
-                waits, waited = [*waits, waited], 0.0
+                waits, own, waited = [*waits, waited], [*own, seconds], 0.0
                 if not (engine.scheduler.waiting or engine.scheduler.running[name].in_prefill):
                     break
     finally:
         for request_id in (name, *others):
             engine.abort(request_id)
-    step, waits = ordinary[len(ordinary) // 2], sorted(waits)
+    step, wait = statistics.median(own), statistics.median(waits)
+    times = {"step": step, "longest_step": max(own), "wait": wait, "longest_wait": max(waits)}
     return {
-        "step_ms": round(1000 * step, 1),
-        "longest_wait_ms": round(1000 * waits[-1], 1),
-        "p99_wait_ms": round(1000 * waits[int(0.99 * len(waits))], 1),
-        "stall": round(waits[-1] / step, 2),
+        **{f"{name}_ms": round(1000 * seconds, 1) for name, seconds in times.items()},
+        "usual_stall": round(wait / step, 2),
+        "stall": round(max(waits) / step, 2),
         "cpu_seconds": round(total, 1),
         "steps": count,
     }
