@@ -59,7 +59,7 @@ class InOrder(Autoregressive):
             return None
         text, begin = self._texts[self.num_forwards - 1], len(self.prompt)
         masked = tuple(range(begin + 1, begin + len(text)))
-        row = RowPlan(begin, text[:-1], begin, (masked[-1],), masked, causal_end=masked[-1], logit_shift=1)
+        row = RowPlan(begin, text[:-1], begin, (), masked, causal_end=masked[-1], logit_shift=1)
         return SequencePlan(start=begin, num_new=0, rows=(row,), max_rows=1, winner_commits=False, prefix_length=begin)
 
     def extend(self, branch: Branch) -> Branch:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from lopa_ascend.families import dream, sdar
 from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.compile import load_compiler
+from lopa_ascend.graph.forwards import ForwardTensors, PassLauncher, PassShape
+from lopa_ascend.graph.spec import num_elements
 from lopa_ascend.graph.step import DecodeStep
 from lopa_ascend.graph.tensors import (
     Caches,
@@ -241,6 +244,22 @@ def captured_step(variant: Variant, num_layers: int, bucket: Bucket = BUCKET) ->
         (tape,) = capture.tapes(other_than=before)
         tasks = Counter(task.op.name() for task in tape.tasks)
     torch._dynamo.reset()  # else dynamo keeps the step, whose weights fill the device
+    return tasks
+
+
+def captured_forward(variant: Variant, num_layers: int, bucket: PassShape) -> Counter[str]:
+    """The same of a forward pass of a causal model."""
+    with ranks(variant.tp_size) as group, device.nothing_computed():
+        sample = Sample(variant, num_layers, group)
+        pool: Any = SimpleNamespace(k=sample.k_caches, v=sample.v_caches)
+        memory = torch.zeros(num_elements(ForwardTensors, bucket), dtype=torch.int32, device="npu")
+        launcher = PassLauncher(bucket, sample.model, pool, memory, (NUM_PAGES - 4) * PAGE_SIZE)
+        compiler = load_compiler("npu", "npugraph_ex", key=f"report of {variant}")
+        before = capture.tapes()
+        launcher.compile(compiler)
+        (tape,) = capture.tapes(other_than=before)
+        tasks = Counter(task.op.name() for task in tape.tasks)
+    torch._dynamo.reset()
     return tasks
 
 

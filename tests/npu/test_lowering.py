@@ -15,6 +15,7 @@ from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.families import dream
+from lopa_ascend.graph.forwards import PassShape
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.model.decoder import Decoder
@@ -24,7 +25,17 @@ from tests.npu.lab.constraints import numeric
 from tests.npu.lab.lowering import BOOKKEEPING, VIEWS, optimised
 from tests.npu.lab.traffic import host_traffic
 from tests.npu.plain_ops import PlainOps
-from tests.npu.report import BUCKET, UNFILLED, UnfilledOps, Variant, lowered_model, lowered_policy, lowered_step
+from tests.npu.report import (
+    BUCKET,
+    UNFILLED,
+    UnfilledOps,
+    Variant,
+    captured_forward,
+    lowered_model,
+    lowered_policy,
+    lowered_step,
+    variants,
+)
 from tests.npu.samples import dream_weights, forward_inputs, moved, overwrite, paged_entries, small_dream
 
 pytestmark = pytest.mark.npu
@@ -105,6 +116,21 @@ def test_branch_parallel_ranks_meet_in_one_gather() -> None:
     step = lowered_step(Variant(UNFILLED), 1, BUCKET._replace(slots=1), bp_size=4)
     collectives = {kind: number for kind, number in step.by_type.items() if kind.startswith("Hcom")}
     assert collectives == {"HcomAllGather": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "bucket", "per_layer"),
+    [
+        ("bf16", PassShape(4, 1, False, 1, 8, None), 11),
+        ("bf16", PassShape(4, 32, True, 1, 8, None), 11),
+        ("bf16", PassShape(4, 32, True, 4, 8, None), 13),
+        ("sdar", PassShape(4, 32, False, 1, 8, None), 13),
+    ],
+)
+def test_tasks_of_forward_passes_of_causal_models(name: str, bucket: PassShape, per_layer: int) -> None:
+    """Rows of one token; blocks that are committed, alone and for the slots of branches; blocks that are filled."""
+    one, two = (captured_forward(variants()[name], count, bucket) for count in (1, 2))
+    assert (two - one).total() == per_layer
 
 
 @pytest.mark.slow
