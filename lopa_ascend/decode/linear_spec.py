@@ -211,15 +211,13 @@ class LinearSpec(Autoregressive):
         drafted = [self._drafts[position] for position in main.masked[:-1]]
         matched = sum(fill.token == draft.token for fill, draft in zip(written, drafted, strict=False))
         last, winner, own, ready = written[-1], len(others), tuple[Fill, ...](), list[Draft]()
-        for rank, row in enumerate(others if self.anchor.masks else ()):
-            place = last.position - row.start
-            if row.compute_from != last.position or row.tokens[place] != last.token:
-                continue
+        for rank in self._holding(others, last):
+            row = others[rank]
             if row.drafts:
                 ready = self._take(row, results[rank])
                 continue
             winner, own = rank, (last,)
-            written += self._write(self.predicted(row, results[rank]), row.tokens[place + 1 :])
+            written += self._write(self.predicted(row, results[rank]), row.tokens[last.position - row.start + 1 :])
         second = matched < min(len(written), len(drafted)) and written[matched].token == drafted[matched].second
         branches = [_recorded(row, (self._second(row),), 0.0) for row in others]
         branches.append(record.branches[-1])
@@ -237,6 +235,12 @@ class LinearSpec(Autoregressive):
             accepted=matched,
             second_was_right=second,
         )
+
+    def _holding(self, rows: Sequence[RowPlan], last: Fill) -> list[int]:
+        """The branches whose second choice is what was written last, if anything is left to write."""
+        of_place = [rank for rank, row in enumerate(rows) if row.compute_from == last.position]
+        is_right = [rank for rank in of_place if rows[rank].tokens[last.position - rows[rank].start] == last.token]
+        return is_right if self.anchor.masks else []
 
     def _second(self, row: RowPlan) -> Fill:
         """The second choice that a branch checks."""
