@@ -176,7 +176,7 @@ class LinearSpec(Autoregressive):
             span=(row.start, row.end),
             cache_length=self.num_committed,
             committed=0,
-            branches=(BranchRecord((), row.end, len(row.masked), 1.0),),
+            branches=(_recorded(row, (), 1.0),),
             winner=0,
             fills=(),
             fallbacks=0,
@@ -219,7 +219,7 @@ class LinearSpec(Autoregressive):
             winner, own = rank, (last,)
             written += self._write(self.predicted(row, results[rank]), row.tokens[last.position - row.start + 1 :])
         second = matched < min(len(written), len(drafted)) and written[matched].token == drafted[matched].second
-        branches = [BranchRecord((self._second(row),), row.end, len(row.masked), 0.0) for row in others]
+        branches = [_recorded(row, (self._second(row),), 0.0) for row in others]
         branches.append(record.branches[-1])
         if own:
             branches[winner] = replace(branches[winner], own_fills=own, confirmed_by=(len(others),))
@@ -258,6 +258,11 @@ class LinearSpec(Autoregressive):
                 break
         self.branches = [branch]
         return written
+
+
+def _recorded(row: RowPlan, own: tuple[Fill, ...], score: float) -> BranchRecord:
+    """The record of a row. A causal row predicts a position behind its own."""
+    return BranchRecord(own, max(row.end, *(position + 1 for position in row.masked[-1:])), len(row.masked), score)
 
 
 @dataclass(frozen=True, kw_only=True)

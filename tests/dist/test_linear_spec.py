@@ -12,8 +12,6 @@ from tests.dist import ranks
 pytestmark = pytest.mark.multirank
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
-EAGER_STEPS: tuple[dict[str, int], ...] = {"block_size": 7}, {}
-"""By model: passes over the last, shorter blocks."""
 WAYS: list[dict[str, Any]] = [
     {"decoding": "linear_spec"},
     {"decoding": "lopa", "base": "linear_spec", "num_branches": 3},
@@ -49,18 +47,3 @@ def test_ranks_decode_as_one_process(tp: int, bp: int, tmp_path: Path) -> None:
         assert found[0]["tokens"] == found[1]["tokens"] == found[3]["tokens"] == found[4]["tokens"]
         assert any(found[1]["winners"])
         assert found[3]["forwards"] < found[0]["forwards"]
-
-
-def test_compiled_passes_draft_with_the_same_weights(tmp_path: Path) -> None:
-    models = ("nemotron/model_b", "orthrus/model_b")
-    graphs = {"graph_mode": "inductor", "graph_params": {"num_branches": 0, "block_size": 8, "drafts": True}}
-    asked = [job(model, max_num_seqs=2, **graphs) for model in models]
-    eager = [job(model) for model in models]
-    for each in (*asked, *eager):
-        each["requests"] = each["requests"][:1]
-    for each, count in zip(asked, EAGER_STEPS, strict=True):
-        each["eager_steps"] = count
-    alone, compiled = (ranks.generate(1, jobs, tmp_path) for jobs in (eager, asked))
-    names = ("tokens", "forwards", "fills")
-    for found, expected in zip(compiled, alone, strict=True):
-        assert [found[0][name] for name in names] == [expected[0][name] for name in names]

@@ -67,6 +67,22 @@ def test_a_batch_of_all_kinds(model: str, compiled: int, monkeypatch: pytest.Mon
     assert stats.padded_tokens < stats.tokens
 
 
+def test_passes_that_draft_have_the_weights_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch with requests that draft op by op, beside branches, and others that do not draft."""
+    monkeypatch.setattr(setup, "load_compiler", lambda *_, **__: Eager())
+    ways: list[dict[str, Any]] = [
+        {"decoding": "linear_spec", "max_new_tokens": 40, "block_size": 8, "ignore_eos": True},
+        {"decoding": "linear_spec", "max_new_tokens": 30, "block_size": 8, "ignore_eos": True, **SAMPLED},
+        {"decoding": "lopa", "base": "linear_spec", "max_new_tokens": 40, "block_size": 8, "ignore_eos": True},
+        {"decoding": "ar", "max_new_tokens": 20, "ignore_eos": True},
+    ]
+    expected, _ = answers("orthrus", ways, "eager", 0)
+    found, stats = answers("orthrus", ways, "inductor", 0)
+    assert found == expected
+    assert stats is not None
+    assert stats.num_steps > 20
+
+
 def test_a_compiled_pass_of_each_kind() -> None:
     ways: list[dict[str, Any]] = [{"decoding": "causal_blocks", "max_new_tokens": 24, **BLOCKS, **SAMPLED}]
     expected, _ = answers("nemotron", ways, "eager", 0)

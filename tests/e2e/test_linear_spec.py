@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from lopa_ascend import DecodingParams
+from lopa_ascend.checkpoint import CheckpointError
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.types import GenerationOutput
 from tests.e2e.batching import run
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
-MODELS = ("nemotron/model_b", "orthrus/model_a", "pangu/model_a")
+MODELS = (("nemotron/model_b", "float32"), ("orthrus/model_a", "bfloat16"), ("pangu/model_a", "float32"))
 ROUNDS = 6
 """Random requests for each model."""
 
@@ -55,8 +60,7 @@ def generated(
     return run(engine, [(prompt, DecodingParams(**fields, **decoding)) for prompt, fields in asked])
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("model", "dtype"), MODELS)
 def test_the_answer_is_that_of_ar_to_the_bit(model: str, dtype: str) -> None:
     """In one batch with others, prompts in pieces, on shared beginnings, with any parameters; drafts are wrong and
     right."""
@@ -93,7 +97,7 @@ def test_the_answer_is_that_of_ar_to_the_bit(model: str, dtype: str) -> None:
 def test_samples_have_the_distribution_of_ar() -> None:
     """Of three tokens, against the probabilities of "ar", by a chi-square test that refuses another temperature."""
     engine = Engine(EngineConfig(model=str(GOLDEN / "orthrus/model_a"), dtype="float32"))
-    prompt, top_k, count = list(range(20, 33)), 3, 400
+    prompt, top_k, count = list(range(20, 33)), 3, 300
 
     def distribution(temperature: float) -> dict[tuple[int, ...], float]:
         found: dict[tuple[int, ...], float] = {(): 1.0}
@@ -127,3 +131,24 @@ def test_samples_have_the_distribution_of_ar() -> None:
     for temperature, is_right in ((2.5, True), (3.5, False)):
         statistic, quantile = chi_square(distribution(temperature))
         assert (statistic < quantile) is is_right
+
+
+def test_an_adapter_of_other_layers_is_refused_by_name(tmp_path: Path) -> None:
+    """One that only drafts use is not merged, so it may adapt what the decoder has room for."""
+    model = shutil.copytree(GOLDEN / "nemotron/model_b", tmp_path / "model")
+    file, fields = (
+        model / "linear_spec_lora" / "adapter_model.safetensors",
+        model / "linear_spec_lora/adapter_config.json",
+    )
+    tensors, weights = load_file(file), load_file(model / "model.safetensors")
+    moved = {}
+    for name, tensor in tensors.items():
+        module, _, _ = name.removeprefix("base_model.model.").replace("o_proj", "q_proj").partition(".lora")
+        rows, columns = weights[f"{module}.weight"].shape
+        rank = min(tensor.shape)
+        shape = (rank, columns) if "lora_A" in name else (rows, rank)
+        moved[name.replace("o_proj", "q_proj")] = torch.zeros(shape)
+    save_file(moved, file)
+    fields.write_text(json.dumps({**json.loads(fields.read_text()), "target_modules": ["q_proj"]}))
+    with pytest.raises(CheckpointError, match=r"target_modules: adapts .*q_proj; an adapter that only drafts use may"):
+        Engine(EngineConfig(model=str(model)))

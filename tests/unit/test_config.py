@@ -602,11 +602,11 @@ def _read(folder: str, changes: dict[str, Any]) -> tuple[dict[str, Any], dict[st
 @pytest.mark.parametrize(
     ("folder", "changes", "name", "decoding"),
     [
-        ("nemotron", {}, "nemotron_labs_diffusion", "causal_blocks"),
+        ("nemotron", {}, "nemotron_labs_diffusion", "linear_spec"),
         ("nemotron", {"dlm_paradigm": "autoregressive"}, "nemotron_labs_diffusion_ar", "ar"),
         ("pangu", {"architectures": ["Any"]}, "PanguEmbedded", "causal_blocks"),
-        ("orthrus", {}, "orthrus", "ar"),
-        ("orthrus", {"model_type": "qwen3"}, "orthrus_qwen3", "ar"),
+        ("orthrus", {}, "orthrus", "linear_spec"),
+        ("orthrus", {"model_type": "qwen3"}, "orthrus_qwen3", "linear_spec"),
         ("diffcoder", {}, "stable_diffcoder", "d2f"),
         ("diffcoder", {"architectures": ["SeedDiffcoderForCausalLM"]}, "stable_diffcoder", "d2f"),
         ("a2d", {}, "a2d-qwen3-bd3lm", "d2f"),
