@@ -128,7 +128,7 @@ def test_samples_have_the_distribution_of_ar() -> None:
 
     records = [record for output in outputs for record in output.trace or ()]
     assert 0 < sum(record.accepted or 0 for record in records) < sum(record.accepted is not None for record in records)
-    for temperature, is_right in ((2.5, True), (3.5, False)):
+    for temperature, is_right in ((2.5, True), (6.0, False)):
         statistic, quantile = chi_square(distribution(temperature))
         assert (statistic < quantile) is is_right
 

@@ -194,7 +194,7 @@ def test_an_installed_architecture_is_served_by_two_groups_of_branches(
 
 
 def test_an_unknown_architecture_is_refused_with_the_list(plain: Path, dream: Path, tmp_path: Path) -> None:
-    known = "Dream, Fast_dLLM_Qwen, llada, llada2_moe, sdar"
+    known = r"Dream, Fast_dLLM_Qwen, .*, llama \(StableDiffcoderForCausalLM or .*\), .*, sdar"
     words = (
         rf"config\.json: model_type is 'PlainDream', expected one of {known}; register .*lopa_ascend\.register_model"
     )
@@ -203,7 +203,7 @@ def test_an_unknown_architecture_is_refused_with_the_list(plain: Path, dream: Pa
     with (
         registered(),
         pytest.raises(
-            CheckpointError, match=r"model_type is 'Other', expected one of Dream, Fast_dLLM_Qwen, PlainDream"
+            CheckpointError, match=r"model_type is 'Other', expected one of Dream, Fast_dLLM_Qwen, PanguEmbedded, PlainDream"
         ),
     ):
         LLM(as_plain(dream, tmp_path / "other", "Other"))

@@ -201,7 +201,7 @@ class Batch:
             is_usual = self.rng.random() < 0.5
             for branch in range(shape[1]):
                 at = rows.masked[row, branch].nonzero()[:, 0]
-                columns = astuple(common or answer(self.rng, len(at)))
+                columns = astuple(common or answer(self.rng, len(at)))[:3]
                 if is_probability:
                     columns = columns[0], *[tuple(min(abs(prob), 1.0) for prob in columns[1])] * 2
                 if common is not None:
