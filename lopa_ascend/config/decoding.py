@@ -205,7 +205,7 @@ class DecodingParams(UsualParams):
         return DecodingParams(
             decoding=self.strategy.scored_by,
             block_size=self.block_size,
-            window_attention="full" if self.window_attention == "full" else "block_causal",
+            window_attention=self.window_attention,
             max_new_tokens=longest,
         )
 

@@ -198,3 +198,10 @@ def test_what_breaks_it_is_refused_by_name(model: str, fields: dict[str, Any], p
     with LLM(GOLDEN / model, dtype="float32") as llm, pytest.raises(ParameterError) as refused:
         llm.generate([[7, 8, 9]], DecodingParams(**{"decoding": "s2d2", "max_new_tokens": 8, **fields}), quiet=True)
     assert refused.value.param == param
+
+
+def test_given_texts_are_scored_as_blocks_see_them_or_not_at_all() -> None:
+    assert params("s2d2/sdar_a").for_continuations(4).decoding == "d2f"
+    with pytest.raises(ParameterError) as refused:
+        params("s2d2/sdar_a", window_attention="causal").for_continuations(4)
+    assert refused.value.param == "window_attention"
