@@ -203,7 +203,8 @@ def test_an_unknown_architecture_is_refused_with_the_list(plain: Path, dream: Pa
     with (
         registered(),
         pytest.raises(
-            CheckpointError, match=r"model_type is 'Other', expected one of Dream, Fast_dLLM_Qwen, PanguEmbedded, PlainDream"
+            CheckpointError,
+            match=r"model_type is 'Other', expected one of Dream, Fast_dLLM_Qwen, PanguEmbedded, PlainDream",
         ),
     ):
         LLM(as_plain(dream, tmp_path / "other", "Other"))
