@@ -182,7 +182,8 @@ class Decoder:
             q, k, v = self.ops.rope(qkv, cos, sin).split(heads, 1)
             return q, k, v
         q, k, v = qkv.split(heads, 1)
-        queries, keys = list[Tensor](), list[Tensor]()
+        queries: list[Tensor] = []  # torch's compiler cannot trace list[Tensor]()
+        keys: list[Tensor] = []
         for rows, end in self._views(len(q), layer + "q_norm", num_drafts):
             q_weight, k_weight = (self.weights[f"{layer}{name}_norm{end}.weight"] for name in "qk")
             eps = self.config.rms_norm_eps

@@ -261,11 +261,12 @@ class EagerExecutor:
 
 
 def _counted(sequence: Sequence, part: Part) -> List[List[int]]:
-    """What penalties count, by prediction where a causal row predicts several positions, each behind its drafts."""
+    """What penalties count, by prediction where a causal row predicts several positions, each behind its drafts. In
+    decodings whose penalties count finished blocks, drafts within a block do not."""
     strategy = sequence.strategy
     answer = strategy.anchor.tokens[: strategy.num_counted]
     rows, end = part.share.rows, len(sequence.request.prompt) + len(answer)
-    if not any(row.is_causal and len(row.masked) > 1 for row in rows):
+    if not strategy.drafts or not any(row.is_causal and len(row.masked) > 1 for row in rows):
         return [answer]
     places = zip((rows[row] for row in part.predicted_rows), part.positions.tolist(), strict=True)
     stops = ((row, row.masked[0] if row.drafts else position) for row, position in places)
