@@ -74,8 +74,8 @@ class Decoder:
         if row.is_summed and self.tp.rank:
             weight.zero_()
         weight = self._with_halves(name, weight)
-        if name.split(".")[-2].startswith("qkv") and weight.is_floating_point():
-            weight *= self._rope_unit
+        if self._rope_unit != 1 and name.split(".")[-2].startswith("qkv") and weight.is_floating_point():
+            weight = weight * self._rope_unit
         if row.each:  # of all experts, whose rows lie one after another
             assert self.config.experts is not None
             of_experts = weight.unflatten(0, (self.config.experts.num_experts, -1))
