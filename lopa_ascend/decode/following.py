@@ -107,7 +107,7 @@ class GrammarFollower(NoGrammar):
         for position in row.masked:
             try:
                 found.append(self.allowed(anchor, replace(row, masked=(position,))))
-            except GrammarError:  # it concerns nobody unless the drafts before it are right
+            except GrammarError:  # behind the first position, drafts before it may be wrong: then it means nothing
                 if not found:
                     raise
                 break

@@ -171,9 +171,8 @@ class S2D2(BlockPipeline):
         if not predicted or predicted[0].position == row.end:  # a pass that predicts a block's first position alone
             return
         run = [fill for number, fill in enumerate(predicted) if fill.position == predicted[0].position + number]
-        run = run[
-            : self.grammar.num_admitted(self.anchor, [fill.token for fill in run]) + 1
-        ]  # nothing stays behind a token that does not fit
+        num_fitting = self.grammar.num_admitted(self.anchor, [fill.token for fill in run])
+        run = run[: num_fitting + 1]  # nothing stays behind a token that does not fit
         if self._pays(run):
             self._drafted = tuple(run)
 

@@ -62,7 +62,7 @@ class Family:
     """Of its published checkpoints by size, such as "8B": the fields of `shape` and others that differ, named as in
     Qwen2."""
     published: Mapping[str, Any] = field(default_factory=dict)
-    """The fields that all sizes have, as the file calls them, beside those that ``config_json`` knows."""
+    """Further fields of ``config.json`` that are the same in all sizes, by their names in the file."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.model_type)

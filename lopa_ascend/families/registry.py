@@ -89,8 +89,8 @@ def family_of(model: str | Path) -> Family | None:
 
 
 def with_name(config: dict[str, Any], model: str | Path) -> dict[str, Any]:
-    """A ``config.json`` whose field ``_name_or_path`` also has the path of its directory: some families are told apart
-    by the names of checkpoints alone."""
+    """A ``config.json`` with the path of its directory added to ``_name_or_path``. Only the name of a checkpoint tells
+    some families apart."""
     return {**config, "_name_or_path": f"{config.get('_name_or_path', '')} {Path(model).absolute()}"}
 
 

@@ -1,8 +1,9 @@
 """Compiled forward passes of causal models. The host decides between them, so they support all that a request asks.
 
-A pass has rows of one length: with "ar" of one position, otherwise of a block, whose positions see one another or, in
-the pass that commits it, are causal. So each of these kinds has buckets of its own, by the number of rows. Prompts, and
-a last block that is shorter, are computed op by op.
+A pass has rows of one length: with "ar" of one position, otherwise of a block. The positions of a block see one another
+or, in the pass that commits it, are causal; where weights of their own draft, blocks that are drafted are a kind, too.
+Each kind has buckets of its own, by the number of rows. Prompts, and a last block that is shorter, are computed op by
+op.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class PassKind(NamedTuple):
     """Positions of a row."""
     is_causal: bool
     drafts: bool = False
+    """See ``RowPlan.drafts``."""
 
     @classmethod
     def of(cls, plan: SequencePlan) -> PassKind | None:

@@ -153,7 +153,8 @@ def _windows(config: EngineConfig, shape: Bucket, max_tokens: int) -> tuple[Buck
 
 
 def _rows(config: EngineConfig, shape: Bucket, max_tokens: int) -> tuple[PassShape, ...]:
-    """The buckets of forward passes: those of branches, and those that commit a block, of which there is one each."""
+    """The buckets of forward passes. In a pass over a block a sequence has a row for each branch; a pass that drafts or
+    commits has one row."""
     drafts = config.graph_params.drafts
     kinds = {PassKind(shape.block_length, False, drafts): config.max_num_seqs * (1 if drafts else shape.slots)}
     if shape.block_length > 1:

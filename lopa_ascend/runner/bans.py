@@ -106,7 +106,7 @@ def _complement(allowed: int, num_token_ids: int, device: torch.device) -> Tenso
 
 def _answer(sequence: Sequence, row: RowPlan, prompt_length: int) -> list[int]:
     """The answer of one branch. Positions that are predicted count as masked, although with ``editing_threshold`` they
-    may have tokens: these may change too. Those that are read causally have the tokens that their predictions see."""
+    may have tokens: these may change too. Positions before ``causal_end`` keep theirs, which those behind see."""
     tokens, start = list(row.tokens), row.start - prompt_length
     for index in (position - row.start for position in row.masked if position >= row.causal_end):
         tokens += [sequence.scoring.mask] * (index + 1 - len(tokens))  # Fast-dLLM v2 predicts before it computes

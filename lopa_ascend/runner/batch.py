@@ -169,7 +169,7 @@ def _laid_out(shares: Sequence[Share], compiled: bool) -> list[tuple[int, Span]]
 
 
 def _drafts(share: Share, span: Span) -> bool:
-    """Whether the tokens of an entry draft; those that are read causally do not."""
+    """Whether the weights of drafts compute the tokens of an entry. They never compute what is causal."""
     return share.rows[span.row].drafts and not span.is_causal
 
 

@@ -62,7 +62,7 @@ def test_a_batch_of_all_kinds(model: str, compiled: int, monkeypatch: pytest.Mon
     assert found == expected
     assert stats is not None
     assert stats.num_steps > 0
-    # Rows of other lengths than those that are compiled: the last block of 37 positions among them.
+    # Among rows of lengths that are not compiled is the last block of an answer of 37 positions.
     assert stats.eager_steps["block_size"] > 0
     assert stats.padded_tokens < stats.tokens
 
