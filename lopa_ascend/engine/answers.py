@@ -44,7 +44,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     prompt_token_ids: Annotated[tuple[int, ...], Meta(min_length=1)]
     params: dict[str, Any] = {}
     """Decoding parameters by name; the others have their usual defaults."""
-    token_ids: Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_TOKENS)]
+    token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_TOKENS)]
     margins: tuple[float, ...] = ()
     """For each token the logarithm of how much more probable it was than the second."""
     exact: Annotated[int, Meta(ge=0)]

@@ -10,7 +10,7 @@ must have the same model, adapter and quantisation; its device, dtype, graph mod
 
 Near-ties may be decided otherwise on another device. So an answer is compared up to the first token that is less than
 1.28 times as probable as the second (e to the power of 0.25), or that changes in one of four repetitions with noise:
-all norms and biases are then multiplied by 1 + x, x normal with deviation 1/128, more than rounding to bfloat16.
+all norms and biases are then multiplied by 1 + x, x normal with deviation 1/32, far more than rounding to bfloat16.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LENGTH = 64
 """``max_new_tokens`` where nothing is said of it."""
 MARGIN = 0.25
 """Nats between the probabilities of a token and of the second one."""
-NOISE = 2**-7
+NOISE = 2**-5
 """Deviation of the noise, as a share of each value."""
 REPETITIONS = 4
 _TAKEN = {"model", "lora_path", "dtype", "quantization", "quantization_exclude", "threads", "max_model_len"}
