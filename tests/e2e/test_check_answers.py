@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from lopa_ascend.engine import answers
 from lopa_ascend.graph import setup
 from scripts.eval.__main__ import main
 from tests.e2e.conftest import running
-from tests.plain_dream import as_plain, kept_traces, registered
 from tests.tiny import write_dream
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
@@ -89,12 +87,6 @@ def test_models_repeat_what_they_have_answered(name: str, tmp_path: Path) -> Non
         assert any(answer.exact for answer in llm.engine.answers)
 
 
-def test_a_model_in_plain_torch_repeats_the_answers_of_a_file(model: Path, tmp_path: Path) -> None:
-    with registered(), kept_traces():
-        plain = as_plain(model, tmp_path / "plain")
-        start(plain, write(tmp_path, plain, "--decoding", "d2f", "--max-new-tokens", "6")).close()
-
-
 def test_compiled_steps_are_compared(model: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "load_compiler", lambda *_, **__: Eager())
     graph_params = GraphParams(num_branches=3, block_size=8)
@@ -111,31 +103,19 @@ def test_a_wrong_weight_is_found(model: Path, file: Path, tmp_path: Path) -> Non
 
 
 def test_a_server_that_answers_otherwise_does_not_start(model: Path, file: Path, tmp_path: Path) -> None:
-    def other_token(content: dict[str, Any]) -> None:
-        content["answers"][1] |= {"token_ids": [7, *content["answers"][1]["token_ids"][1:]], "exact": 1}
-
-    changed = rewritten(file, tmp_path, other_token)
+    changed = rewritten(file, tmp_path, at(1, token_ids=[7], exact=1))
     with pytest.raises(AssertionError, match=r"answer is \d+, and on a CPU it was 7"):
         with running("--model", str(model), "--check-answers", str(changed)):
             pass
 
 
 def test_what_comes_after_a_near_tie_is_not_compared(model: Path, file: Path, tmp_path: Path) -> None:
-    def change(content: dict[str, Any]) -> None:
-        for answer in content["answers"]:
-            answer["token_ids"][-1], answer["exact"] = 7, 15
-
-    for exact, ending in ((15, nullcontext()), (16, pytest.raises(ParameterError, match="token 15 .* was 7"))):
-
-        def at(content: dict[str, Any], exact: int = exact) -> None:
-            change(content)
-            content["answers"][0]["exact"] = exact
-
-        changed = rewritten(file, tmp_path, at)
-        own = json.loads(file.read_text())["answers"]
-        assert all(answer["token_ids"][-1] != 7 for answer in own)
-        with ending:
-            start(model, changed).close()
+    tokens = json.loads(file.read_text())["answers"][0]["token_ids"]
+    assert tokens[-1] != 7
+    tokens[-1] = 7
+    start(model, rewritten(file, tmp_path, at(0, token_ids=tokens, exact=15))).close()
+    with pytest.raises(ParameterError, match="token 15 .* was 7"):
+        start(model, rewritten(file, tmp_path, at(0, token_ids=tokens, exact=16)))
 
 
 def rewritten(file: Path, folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
