@@ -22,4 +22,4 @@ def load(path: str | Path, **options: Any) -> tuple[ModelConfig, dict[str, Tenso
 
 
 def write_int8(path: Path, out: Path, **options: Any) -> Path:
-    return write.write_int8(path, out, dream.FAMILY, **options)
+    return write.write_quantized(path, out, dream.FAMILY, **options)

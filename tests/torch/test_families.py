@@ -23,7 +23,7 @@ from lopa_ascend import checkpoint
 from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Entries
 from lopa_ascend.checkpoint import CheckpointError
-from lopa_ascend.checkpoint.write import write_checkpoint, write_int8
+from lopa_ascend.checkpoint.write import write_checkpoint, write_quantized
 from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.families import FAMILIES, read_config
 from lopa_ascend.families.registry import family_of, family_of_checkpoint
@@ -319,7 +319,7 @@ def test_random_models_compute_what_transformers_does(tmp_path: Path, name: str,
 @pytest.mark.parametrize("name", MODEL_TYPES)
 def test_int8_at_start_is_int8_on_disk(tmp_path: Path, name: str) -> None:
     path, tokens = write_random(tmp_path / "float", name, 1, scale=0.1), list(range(40))
-    written = write_int8(path, tmp_path / "int8", FAMILIES[name], int8=INT8_LAYERS)
+    written = write_quantized(path, tmp_path / "int8", FAMILIES[name], int8=INT8_LAYERS)
     at_start, on_disk = model_of(path, int8=INT8_LAYERS), model_of(written)
     assert at_start.weights.keys() == on_disk.weights.keys()
     assert "layers.0.o.weight_scale" in on_disk.weights
@@ -383,7 +383,7 @@ def test_an_adapter_of_another_family_is_refused(tmp_path: Path, name: str, base
     with pytest.raises(CheckpointError, match=words):
         model_of(path, lora=tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=words):
-        write_int8(path, tmp_path / "int8", FAMILIES[name], int8=INT8_LAYERS, lora=tmp_path / "adapter")
+        write_quantized(path, tmp_path / "int8", FAMILIES[name], int8=INT8_LAYERS, lora=tmp_path / "adapter")
 
 
 def test_an_adapter_of_the_same_family_or_of_an_unknown_model_is_taken(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tests.torch.paging import randn
 from tests.torch.test_checkpoint import edit_json, read_all
 from tests.versions import compiles_steps
 
-ALL = EngineConfig(quantization="w8a8").int8_layers()
+ALL = EngineConfig(quantization="w8a8").quantized_layers()
 LAYER = "model.layers.0."
 DOWN, Q = f"{LAYER}mlp.down_proj", f"{LAYER}self_attn.q_proj"
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
