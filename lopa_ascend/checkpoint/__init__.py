@@ -7,7 +7,7 @@ split by columns are the exception: they are merged whole, because the scale of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from lopa_ascend.checkpoint.streams import (
 )
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.config.engine import WEIGHT_DTYPES
-from lopa_ascend.families.table import SCALE, Quantized, Shard, TensorSlices
+from lopa_ascend.families.table import FLOAT, SCALE, Quantized, Shard, TensorSlices
 from lopa_ascend.process.progress import progress
 
 __all__ = [
@@ -77,8 +77,7 @@ def load(
     dtypes: Mapping[str, torch.dtype] | None = None,
     device: str = "cpu",
     shard: Shard | None = None,
-    int8: Collection[str] = (),
-    group_size: int = 0,
+    layers: Quantized = FLOAT,
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """Loads a rank's weights, with a PEFT adapter merged in if there is one.
 
@@ -94,9 +93,7 @@ def load(
         dtypes: by name in the checkpoint, the dtype of each tensor; None: all have ``dtype``.
         device: where the weights go.
         shard: which part to load; the rest of the files is not read. None: the whole model.
-        int8: the linear layers that are quantised to int8, as ``quantization_exclude`` calls them, e.g. "qkv_proj". It
-            is ignored if the checkpoint stores quantised layers.
-        group_size: if it is not 0, those layers become int4, in groups of so many inputs.
+        layers: those that are quantised. Ignored if the checkpoint stores quantised layers.
 
     Returns:
         The config of the whole model, whose ``dtype`` is that of the weights; and the weights by our names, as the
@@ -116,7 +113,7 @@ def load(
     if shard.size not in sizes:
         choices = ", ".join(map(str, sizes))
         raise ValueError(f"shard: {shard.size} ranks cannot split this model; choose one of {choices}")
-    layers = checkpoint.quantized or checkpoint.expected.quantized(int8, group_size)
+    layers = checkpoint.quantized or layers
     checkpoint.expected.check_groups(layers, shard.size, sizes)
     tensors = checkpoint.expected.with_scales(layers)
     slices = shard.slices(tensors, config)
@@ -172,9 +169,9 @@ def refuse_adapter(checkpoint: Checkpoint, lora: str | Path | None) -> None:
         CheckpointError: there is an adapter.
     """
     if lora is not None:
-        kind, setting = ("int8", "w8a8") if checkpoint.int4 is None else ("int4", "w4a8")
+        bits, setting = (8, "w8a8") if checkpoint.int4 is None else (4, "w4a8")
         raise CheckpointError(
-            f"{lora}: cannot be merged into the {kind} weights of {checkpoint.path}; merge it into the float checkpoint "
-            "and quantise that (in a clone: python -m scripts.eval quantize MODEL OUT --lora ADAPTER), or serve the "
-            f"float checkpoint with the adapter and --quantization {setting}"
+            f"{lora}: cannot be merged into the int{bits} weights of {checkpoint.path}; merge it into the float "
+            "checkpoint and quantise that (in a clone: python -m scripts.eval quantize MODEL OUT --lora ADAPTER), or "
+            f"serve the float checkpoint with the adapter and --quantization {setting}"
         )

@@ -19,7 +19,7 @@ from lopa_ascend.families.table import Quantized, Tensors
 
 CODES = {GPTQ: "qweight", AWQ: "qweight", PACKED: "weight_packed"}
 """By format, the last part of the name of the tensor that holds a layer's weights."""
-_NONE = (None, False, {}, [])
+_NONE: tuple[object, ...] = (None, False, {}, [])
 _WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "dynamic": False}
 
 

@@ -161,4 +161,5 @@ def nibbles(words: Tensor) -> Tensor:
 
 def _awq_order(codes: Tensor) -> Tensor:
     """Codes of AWQ [..., out] in the order of the outputs."""
-    return codes.unflatten(-1, (-1, 8))[..., _AWQ_PLACES].flatten(-2)
+    places: Tensor = codes.unflatten(-1, (-1, 8))
+    return places[..., _AWQ_PLACES].flatten(-2)

@@ -132,7 +132,9 @@ def open_checkpoint(path: str | Path, model: Family | PlainTensors) -> Checkpoin
         raise CheckpointError(str(error)) from error
     expected = model.tensors(config) if isinstance(model, Family) else model(config)
     int8 = None if family is None else describe_int8(path, raw, expected)
-    headers, source = _find_tensors(path, int8, has_int4=family is not None and int4_description(path, raw, CheckpointError) is not None)
+    headers, source = _find_tensors(
+        path, int8, has_int4=family is not None and int4_description(path, raw, CheckpointError) is not None
+    )
     int4 = None if family is None or int8 is not None else describe_int4(path, raw, expected, headers)
     members = split_members(int8, expected, headers) if int8 else {}
     if int4 is not None:

@@ -19,8 +19,8 @@ from lopa_ascend.families.table import ALL, SCALE, ZERO, Quantized, Tensors, Ten
 
 _QUANTIZED_ROWS = 1024
 """Rows of a weight that are converted to float32 at a time."""
-_INT4_LEVELS = (7, 7.5, 8, 8.5, 9, 9.5, 10)
-"""What the largest magnitude of a group is divided by for the scales that are tried."""
+_INT4_LEVELS = 8, 9
+"""What the largest magnitude of a group is divided by, for the two scales that are tried."""
 _COMPARED_ROWS = 4096
 """Rows that are compared at a time."""
 
@@ -51,8 +51,8 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """A weight [out, in] as int4, and the scale of each group of inputs.
 
-    Of some scales each group takes the one with the least sum of squared errors. The smaller ones clip its largest
-    weights.
+    The weight of the largest magnitude in a group takes -8, the integer without a counterpart, so its scale may be
+    negative. A smaller scale is taken where clipping that weight makes the sum of squared errors less.
 
     Returns:
         Two codes a byte, the even input in the low bits, uint8 [out, in / 2]; and the scales, which bfloat16 holds,
@@ -64,15 +64,10 @@ def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     for first in range(0, outputs, _QUANTIZED_ROWS):
         part = slice(first, first + _QUANTIZED_ROWS)
         wide = weight[part].float().unflatten(1, (-1, group_size))
-        largest = wide.abs().amax(2, keepdim=True)
-        least = torch.full_like(largest, torch.inf)
-        scale = torch.ones_like(largest)
-        for levels in _INT4_LEVELS:
-            tried = (largest / levels).bfloat16().float()
-            tried.masked_fill_(tried == 0, 1)
-            error = (_int4(wide, tried) * tried).sub_(wide).square_().sum(2, keepdim=True)
-            is_better = error < least
-            least, scale = torch.where(is_better, error, least), torch.where(is_better, tried, scale)
+        largest = wide.gather(2, wide.abs().argmax(2, keepdim=True))
+        tried = [(largest / -levels).bfloat16().float() for levels in _INT4_LEVELS]
+        errors = [(_int4(wide, scale) * scale).sub_(wide).square_().sum(2, keepdim=True) for scale in tried]
+        scale = torch.where(errors[1] < errors[0], tried[1], tried[0])
         codes = _int4(wide, scale).add_(8).to(torch.uint8).flatten(1)
         packed[part] = codes[:, ::2] | (codes[:, 1::2] << 4)
         scales[part] = scale[..., 0]
@@ -80,8 +75,8 @@ def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _int4(wide: Tensor, scale: Tensor) -> Tensor:
-    """The integers -8..7 nearest to weights / scale, in float32."""
-    return (wide / scale).round_().clamp_(-8, 7)
+    """The integers -8..7 nearest to weights / scale, in float32; 0 if the scale is 0."""
+    return (wide / torch.where(scale == 0, 1, scale)).round_().clamp_(-8, 7)
 
 
 def quantized(stream: Iterable[tuple[str, Tensor]], layers: Quantized) -> Iterator[tuple[str, Tensor]]:

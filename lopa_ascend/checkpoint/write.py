@@ -35,7 +35,7 @@ def write_quantized(
     out: Path,
     family: Family,
     *,
-    int8: Collection[str],
+    linears: Collection[str],
     group_size: int = 0,
     lora: Path | None = None,
     activations: Mapping[str, Tensor] | None = None,
@@ -47,7 +47,7 @@ def write_quantized(
         path: directory of the float checkpoint.
         out: the directory to write, which must be missing or empty. It is returned.
         family: the checkpoint's.
-        int8: the linear layers that are quantised, as ``quantization_exclude`` calls them, e.g. "qkv_proj".
+        linears: the linear layers that are quantised, as ``quantization_exclude`` calls them, e.g. "qkv_proj".
         group_size: if it is not 0, those layers become int4, in groups of so many inputs.
         lora: directory of a PEFT LoRA adapter that is merged before.
         activations: of the model with the adapter, as ``smooth.choose_factors`` takes them, to smooth with.
@@ -61,7 +61,7 @@ def write_quantized(
     """
     checkpoint = open_to_quantize(path, out, family)
     expected = checkpoint.expected
-    layers = expected.quantized(int8, group_size)
+    layers = expected.quantized(linears, group_size)
     expected.check_groups(layers, 1, [1])
     kept = [expected.head, *(n for n in expected.linears if n not in layers.modules and n != expected.head)]
     described = packed_config(kept, group_size) if group_size else compressed_tensors_config(kept)

@@ -143,8 +143,7 @@ class SplitSource(ModelSource):
             dtype=options.dtype,
             device=str(ops.device),
             shard=Shard(tp.rank, tp.size),
-            int8=options.quantized_layers(),
-            group_size=options.group_size,
+            layers=self._layers,
         )
         return self._class(self._family, config, weights, ops, tp, num_positions)
 

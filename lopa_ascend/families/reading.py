@@ -133,9 +133,7 @@ def _refuse_variants(fields: Fields, rope: Mapping[str, Any], num_layers: int, f
         fields.expect(name, allowed)
     quantized = fields.get(CONFIG_FIELD)
     if quantized is not None and not uses_compressed_tensors(quantized) and int4_format(quantized) is None:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        choices = ", ".join(map(repr, (COMPRESSED_TENSORS, GPTQ, AWQ)))
-        raise ConfigError(f"{fields.source}: {CONFIG_FIELD}: quant_method is {shown(method)}, expected one of {choices}")
+        raise fields.error(CONFIG_FIELD, f"one whose quant_method is {COMPRESSED_TENSORS!r}, {GPTQ!r} or {AWQ!r}")
     layer_types = fields.get("layer_types")
     if layer_types is not None and layer_types != [_FULL] * num_layers:
         raise fields.error("layer_types", f"{num_layers} times {_FULL!r}: other kinds of attention are not supported")

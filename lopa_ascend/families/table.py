@@ -268,13 +268,17 @@ class Tensors:
             if spec.row.each:
                 raise ParameterError("quantization", f"int4 is not supported for experts ({module}); choose w8a8")
             inputs[spec.shape[1], spec.split_axis == 1] = module
-        fits = [n for n in sizes if all(size // (n if splits else 1) % layers.group_size == 0 for size, splits in inputs)]
+        fits = [
+            n for n in sizes if all(size // (n if splits else 1) % layers.group_size == 0 for size, splits in inputs)
+        ]
         if ranks in fits:
             return
         found = ", ".join(f"{size} inputs of {module}" for (size, _), module in inputs.items())
         if fits:
             choices = ", ".join(map(str, fits))
-            message = f"{ranks} ranks would divide groups of {layers.group_size} of the {found}; choose one of {choices}"
+            message = (
+                f"{ranks} ranks would divide groups of {layers.group_size} of the {found}; choose one of {choices}"
+            )
             raise ParameterError("tensor_parallel_size", message)
         raise ParameterError(
             "quantization", f"groups of {layers.group_size} do not divide the {found}; choose smaller groups, or w8a8"

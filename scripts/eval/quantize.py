@@ -5,9 +5,9 @@
     python -m scripts.eval quantize Dream-v0-Instruct-7B Dream-7B-W8A8 --smooth prompts.jsonl
     python -m scripts.eval quantize Dream-v0-Instruct-7B Dream-7B-int4 --bits 4 --group-size 128
 
-Weights of linear layers become int8, with a float32 scale for each output; or with --bits 4 int4, with a bfloat16 scale
-for each group of inputs. Embedding, norms and head stay as they are. With --lora, the adapter is merged into the weights
-first. A server that loads the new directory gives the same answers as one that quantises the float checkpoint at start
+Weights of linear layers become int8, with a float32 scale for each output; or with --bits 4 int4, with a bfloat16
+scale for each group of inputs. Embedding, norms and head stay as they are. With --lora, the adapter is merged first. A
+server that loads the new directory gives the same answers as one that quantises the float checkpoint at start
 (--quantization w8a8, w4a8 or w4a8_g128), and reads a half or a quarter of the bytes.
 
 --smooth first moves outliers from the activations into the weights, as SmoothQuant does: it runs the float model on the
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.smooth is not None:
             activations = measured(args.model, args.lora, args.smooth, args.smooth_limit, layers)
         options = {"lora": args.lora, "activations": activations, "group_size": group_size}
-        out = write_quantized(args.model, args.out, family, int8=layers, **options)
+        out = write_quantized(args.model, args.out, family, linears=layers, **options)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))

@@ -69,6 +69,7 @@ def model_of(path: Path, tp: Group = ALONE, **options: Any) -> Decoder:
     found = checkpoint.open_checkpoint(path, family)
     if family.draft_adapter and (folder := path / family.draft_adapter).is_dir():
         options["draft_adapter"] = checkpoint.open_draft_adapter(folder, found.expected, family.name)
+    options["layers"] = found.expected.quantized(options.pop("int8", ()), options.pop("group_size", 0))
     return Decoder(family, *checkpoint.load(found, shard=Shard(tp.rank, tp.size), **options), CpuOps(), tp)
 
 
@@ -319,7 +320,7 @@ def test_random_models_compute_what_transformers_does(tmp_path: Path, name: str,
 @pytest.mark.parametrize("name", MODEL_TYPES)
 def test_int8_at_start_is_int8_on_disk(tmp_path: Path, name: str) -> None:
     path, tokens = write_random(tmp_path / "float", name, 1, scale=0.1), list(range(40))
-    written = write_quantized(path, tmp_path / "int8", FAMILIES[name], int8=INT8_LAYERS)
+    written = write_quantized(path, tmp_path / "int8", FAMILIES[name], linears=INT8_LAYERS)
     at_start, on_disk = model_of(path, int8=INT8_LAYERS), model_of(written)
     assert at_start.weights.keys() == on_disk.weights.keys()
     assert "layers.0.o.weight_scale" in on_disk.weights
@@ -383,7 +384,7 @@ def test_an_adapter_of_another_family_is_refused(tmp_path: Path, name: str, base
     with pytest.raises(CheckpointError, match=words):
         model_of(path, lora=tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=words):
-        write_quantized(path, tmp_path / "int8", FAMILIES[name], int8=INT8_LAYERS, lora=tmp_path / "adapter")
+        write_quantized(path, tmp_path / "int8", FAMILIES[name], linears=INT8_LAYERS, lora=tmp_path / "adapter")
 
 
 def test_an_adapter_of_the_same_family_or_of_an_unknown_model_is_taken(tmp_path: Path) -> None:

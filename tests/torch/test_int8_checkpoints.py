@@ -263,7 +263,7 @@ COMPRESSED: dict[str, tuple[Change, str]] = {
     "groups of inputs": (group("weights", strategy="group", group_size=32), "weights.strategy is 'group', expected"),
     "asymmetric": (group("input_activations", symmetric=False), "input_activations.symmetric is False, expected"),
     "float8": (group("weights", type="float"), "weights.type is 'float', expected 'int'"),
-    "packed format": (describe("format", "pack-quantized"), "quantization_config.format is 'pack-quantized'"),
+    "other format": (describe("format", "naive-quantized"), "quantization_config.format is 'naive-quantized'"),
     "KV cache": (describe("kv_cache_scheme", {"num_bits": 8}), "kv_cache_scheme is {'num_bits': 8}, expected none"),
     "targets": (lambda c, _: c["config_groups"]["group_0"].update(targets="Linear"), "targets is 'Linear', expected a"),
     "pattern": (describe("ignore", ["re:("]), r"quantization_config: '\(' is not a regular expression"),
