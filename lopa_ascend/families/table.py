@@ -262,27 +262,23 @@ class Tensors:
         """
         if not layers.group_size:
             return
-        inputs = {}
-        for module in sorted(layers.modules):
-            spec = self.linears[module]
-            if spec.row.each:
-                raise ParameterError("quantization", f"int4 is not supported for experts ({module}); choose w8a8")
-            inputs[spec.shape[1], spec.split_axis == 1] = module
-        fits = [
-            n for n in sizes if all(size // (n if splits else 1) % layers.group_size == 0 for size, splits in inputs)
-        ]
-        if ranks in fits:
+        group, linears = layers.group_size, [self.linears[module] for module in sorted(layers.modules)]
+        experts = next((spec.module for spec in linears if spec.row.each), None)
+        if experts is not None:
+            raise ParameterError("quantization", f"int4 is not supported for experts ({experts}); choose w8a8")
+        undivided = {
+            n: next((spec for spec in linears if spec.shape[1] // (n if spec.split_axis == 1 else 1) % group), None)
+            for n in {ranks, *sizes}
+        }
+        wrong = undivided[ranks]
+        if wrong is None:
             return
-        found = ", ".join(f"{size} inputs of {module}" for (size, _), module in inputs.items())
-        if fits:
-            choices = ", ".join(map(str, fits))
-            message = (
-                f"{ranks} ranks would divide groups of {layers.group_size} of the {found}; choose one of {choices}"
-            )
+        found = f"groups of {group} do not divide the {wrong.shape[1]} inputs of {wrong.module}"
+        choices = ", ".join(str(n) for n in sizes if undivided[n] is None)
+        if choices:
+            message = f"{found} among {ranks} ranks; choose one of {choices}"
             raise ParameterError("tensor_parallel_size", message)
-        raise ParameterError(
-            "quantization", f"groups of {layers.group_size} do not divide the {found}; choose smaller groups, or w8a8"
-        )
+        raise ParameterError("quantization", f"{found}; choose smaller groups, or w8a8")
 
 
 @dataclass(frozen=True, slots=True)
