@@ -25,7 +25,7 @@ from tests.dream_checkpoint import load, open_checkpoint, write_int8
 from tests.tiny import write_dream
 from tests.torch.paging import randn
 from tests.torch.test_checkpoint import read_all
-from tests.torch.test_int8_checkpoints import same
+from tests.torch.test_int8_checkpoints import same, write_adapter
 
 G = 32
 ALL = EngineConfig(quantization="w4a8").quantized_layers()
@@ -171,6 +171,16 @@ def test_what_is_written_is_what_quantising_at_load_gives(float_path: Path, tmp_
     assert whole["layers.0.down.weight_scale"].shape == (64, 128 // group_size)
     with pytest.raises(CheckpointError, match="int4 already"):
         write_int8(out, tmp_path / "again", int8=ALL)
+
+
+def test_an_adapter_is_merged_before(float_path: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", 128, 64, 128)
+    out = write_int8(float_path, tmp_path / "out", int8=ALL, group_size=32, lora=adapter)
+    assert not same(load(out)[1], load(float_path, int8=ALL, group_size=32)[1])
+    for rank in range(2):
+        shard = Shard(rank, 2)
+        merged = load(float_path, lora=adapter, int8=ALL, group_size=32, shard=shard)[1]
+        assert same(load(out, shard=shard)[1], merged)
 
 
 @pytest.mark.parametrize("group_size", [32, 128])

@@ -88,14 +88,14 @@ def write_modelslim(source: Path, path: Path, change: Change = lambda *_: None, 
     return path
 
 
-def write_adapter(path: Path) -> Path:
+def write_adapter(path: Path, q: int = 32, hidden: int = 32, inner: int = 48) -> Path:
     """A random adapter of q_proj and down_proj of both layers."""
     path.mkdir()
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
     (path / "adapter_config.json").write_text(json.dumps(settings))
     tensors = {}
     for layer in range(2):
-        for name, (rows, columns) in {"self_attn.q_proj": (32, 32), "mlp.down_proj": (32, 48)}.items():
+        for name, (rows, columns) in {"self_attn.q_proj": (q, hidden), "mlp.down_proj": (hidden, inner)}.items():
             prefix = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{prefix}.lora_A.weight"] = randn(2, columns, seed=layer)
             tensors[f"{prefix}.lora_B.weight"] = randn(rows, 2, seed=layer + 2)

@@ -180,6 +180,18 @@ def test_what_does_not_fit(use, large: HeldRepository, monkeypatch, capfd, devic
         assert words in told
 
 
+def test_int4_is_known_before_weights_come(use, large: HeldRepository, monkeypatch) -> None:
+    monkeypatch.setattr(fit, "_free_memory", lambda engine: GIB)
+    file = large.folder / "config.json"
+    values = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": values}))
+    with running_hub(model=large) as hub:
+        use(hub)
+        assert "device cuda has no kernels; choose device cpu, or a bfloat16 or W8A8" in refusal(device="cuda")
+        assert "GiB (bfloat16 and int4), KV pages" in refusal()
+        assert hub.downloaded() == ["config.json", "model.safetensors.index.json"]
+
+
 def test_the_free_memory_is_that_of_the_machine(use, large: HeldRepository, monkeypatch) -> None:
     monkeypatch.setattr(Cpu, "free_memory", lambda self, ranks: 7 * GIB // ranks)
     with running_hub(model=large) as hub:
