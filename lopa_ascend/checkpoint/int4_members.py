@@ -55,8 +55,9 @@ def take_int4_members(
         CheckpointError: a tensor is missing, or of another shape or dtype; or groups do not divide the inputs.
     """
     found: dict[str, dict[str, Header]] = {}
+    linears = expected.linears
     for module in sorted(description.layers.modules):
-        spec = expected.linears[module]
+        spec = linears[module]
         if spec.shape[1] % description.layers.group_size:
             raise CheckpointError(
                 f"{description.source}: {module}: has {spec.shape[1]} inputs, expected a multiple of group_size "

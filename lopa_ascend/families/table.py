@@ -262,7 +262,7 @@ class Tensors:
         """
         if not layers.group_size:
             return
-        group, linears = layers.group_size, [self.linears[module] for module in sorted(layers.modules)]
+        group, linears = layers.group_size, [s for name, s in self.linears.items() if name in layers.modules]
         experts = next((spec.module for spec in linears if spec.row.each), None)
         if experts is not None:
             raise ParameterError("quantization", f"int4 is not supported for experts ({experts}); choose w8a8")

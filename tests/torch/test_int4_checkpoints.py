@@ -242,6 +242,12 @@ def test_what_a_model_or_a_device_cannot_do(float_path: Path, options: dict[str,
         check(float_path, **options)
 
 
+def test_experts_are_refused() -> None:
+    path = Path(__file__).parents[1] / "data" / "golden" / "models" / "llada2" / "model_a"
+    with pytest.raises(ParameterError, match=r"quantization: int4 is not supported for experts \(.*\); choose w8a8"):
+        check(path, quantization="w4a8")
+
+
 def test_an_engine_runs_on_int4(float_path: Path, tmp_path: Path) -> None:
     """At start or from a directory: the same tokens, and less memory than with int8."""
     out = write_int8(float_path, tmp_path / "out", int8=ALL, group_size=32)
