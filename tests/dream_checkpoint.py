@@ -18,8 +18,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def load(path: str | Path, **options: Any) -> tuple[ModelConfig, dict[str, Tensor]]:
-    return checkpoint.load(open_checkpoint(path), **options)
+    found = open_checkpoint(path)
+    layers = found.expected.quantized(options.pop("int8", ()), options.pop("group_size", 0))
+    return checkpoint.load(found, layers=layers, **options)
 
 
 def write_int8(path: Path, out: Path, **options: Any) -> Path:
-    return write.write_int8(path, out, dream.FAMILY, **options)
+    return write.write_quantized(path, out, dream.FAMILY, linears=options.pop("int8"), **options)

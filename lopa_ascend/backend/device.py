@@ -34,6 +34,8 @@ class Device(ABC):
     """What Ray calls that of which a rank needs some."""
     has_experts = True
     """Whether ``Ops`` computes mixtures of experts."""
+    has_int4 = False
+    """Whether ``Ops`` multiplies int4 weights."""
     has_layouts = False
     """Whether attention has other layouts than the default one."""
     free_tokens = 128
@@ -128,6 +130,21 @@ class Device(ABC):
             message = f"{path} has experts, for which device {self.name} has no kernels"
             raise ParameterError("model", f"{message}; choose {_those_with('has_experts')}")
         return ()
+
+    def check_int4(self, param: str, value: str) -> None:
+        """Refuses int4 weights where there is no kernel for them.
+
+        Args:
+            param: the setting that asks for them.
+            value: its value, for the message.
+
+        Raises:
+            ParameterError: the device has none.
+        """
+        if not self.has_int4:
+            message = f"{value} means int4 weights, for which device {self.name} has no kernels"
+            remedy = f"choose device {_those_with('has_int4')}, or a bfloat16 or W8A8 checkpoint (quantization w8a8)"
+            raise ParameterError(param, f"{message}; {remedy}")
 
     def checked_ops(
         self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool

@@ -7,7 +7,7 @@ split by columns are the exception: they are merged whole, because the scale of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,11 +30,12 @@ from lopa_ascend.checkpoint.streams import (
     quantized,
     sliced,
     stacked,
+    stored_int4,
     stored_int8,
 )
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.config.engine import WEIGHT_DTYPES
-from lopa_ascend.families.table import SCALE, Shard, TensorSlices
+from lopa_ascend.families.table import FLOAT, SCALE, Quantized, Shard, TensorSlices
 from lopa_ascend.process.progress import progress
 
 __all__ = [
@@ -76,7 +77,7 @@ def load(
     dtypes: Mapping[str, torch.dtype] | None = None,
     device: str = "cpu",
     shard: Shard | None = None,
-    int8: Collection[str] = (),
+    layers: Quantized = FLOAT,
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """Loads a rank's weights, with a PEFT adapter merged in if there is one.
 
@@ -92,78 +93,85 @@ def load(
         dtypes: by name in the checkpoint, the dtype of each tensor; None: all have ``dtype``.
         device: where the weights go.
         shard: which part to load; the rest of the files is not read. None: the whole model.
-        int8: the linear layers that are quantised to int8, as ``quantization_exclude`` calls them, e.g. "qkv_proj". It
-            is ignored if the checkpoint stores int8 layers.
+        layers: those that are quantised. Ignored if the checkpoint stores quantised layers.
 
     Returns:
         The config of the whole model, whose ``dtype`` is that of the weights; and the weights by our names, as the
         family's `Table` says. The head has ``config.vocab_shard(shard.size)`` rows, zero beyond the vocabulary.
-        Of int8 layers the weight is int8, and ``weight_scale`` [out] float32.
+        Of int8 layers the weight is int8, and ``weight_scale`` [out] float32. Of int4 layers there are what
+        ``Int4Members.neutral`` says: ``weight`` [out, in / 2], ``weight_scale`` and perhaps ``weight_zero``
+        [out, in / G].
 
     Raises:
         CheckpointError: the adapter cannot be loaded; raised before any weight is read. Or weights are no finite
             numbers, or a tied head differs from the embedding.
-        ValueError: ``dtype`` is unknown, or ``shard.size`` ranks cannot split the model; raised before any
-            weight is read.
+        ValueError: ``dtype`` is unknown, or ``shard.size`` ranks cannot split the model or its groups of inputs;
+            raised before any weight is read.
     """
     config, shard = with_dtype(checkpoint.config, dtype), shard or Shard()
     sizes = config.tensor_parallel_sizes()
     if shard.size not in sizes:
         choices = ", ".join(map(str, sizes))
         raise ValueError(f"shard: {shard.size} ranks cannot split this model; choose one of {choices}")
-    modules = checkpoint.int8.kinds if checkpoint.int8 else checkpoint.expected.int8_modules(int8)
-    tensors = checkpoint.expected.with_scales(modules)
+    layers = checkpoint.quantized or layers
+    checkpoint.expected.check_groups(layers, shard.size, sizes)
+    tensors = checkpoint.expected.with_scales(layers)
     slices = shard.slices(tensors, config)
+    of_floats = shard.slices(checkpoint.expected, config)
     dtypes = dtypes or dict.fromkeys(checkpoint.files, DTYPES[config.dtype])
     is_float32 = {name for name, spec in tensors.specs.items() if spec.row.is_float32}
     dtypes = {name: torch.float32 if name in is_float32 else dtype for name, dtype in dtypes.items()}
     float_dtypes = {name: dtype for name, dtype in dtypes.items() if name + SCALE not in tensors.specs}
-    parts, check = _rank_tensors(checkpoint, slices, lora, modules), partial(check_weights, checkpoint)
+    check = partial(check_weights, checkpoint)
+    is_stored = checkpoint.quantized is not None
+    parts = _rank_tensors(checkpoint, slices if is_stored else of_floats, lora, layers)
     rank_stream = stacked(parts, tensors, slices, float_dtypes, check)
     num_stacked = len({spec.ours for spec in tensors.specs.values()})
     loading = progress(checked_copies(rank_stream, checkpoint, slices), "loading", num_stacked, "tensor", delay=1)
     weights = {name: tensor.to(device) for name, tensor in loading}
     if draft_adapter is not None:
-        factors = draft_factors(draft_adapter, tensors, slices)
+        factors = draft_factors(draft_adapter, tensors, of_floats)
         weights |= {name: tensor.to(device, DTYPES[config.dtype], copy=True) for name, tensor in factors}
     return config, weights
 
 
 def _rank_tensors(
-    checkpoint: Checkpoint, slices: TensorSlices, lora: str | Path | None, modules: Collection[str]
+    checkpoint: Checkpoint, slices: TensorSlices, lora: str | Path | None, layers: Quantized
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors of a rank's part of a checkpoint.
 
     Args:
         checkpoint: what to load.
-        slices: the rank's.
+        slices: the rank's, of the tensors as the checkpoint has them.
         lora: directory of a PEFT LoRA adapter; None for no adapter.
-        modules: names of the linear layers that are int8 in the result.
+        layers: those that are quantised in the result.
 
     Raises:
         CheckpointError: the adapter cannot be merged.
     """
-    if checkpoint.int8 is not None:
+    if checkpoint.quantized is not None:
         refuse_adapter(checkpoint, lora)
-        return sliced(stored_int8(checkpoint), slices)
-    # The scale of a row is that of all its columns, so weights have all of them until they have been quantised.
-    weights = [f"{module}.weight" for module in modules]
+        int4 = checkpoint.int4
+        return sliced(stored_int8(checkpoint) if int4 is None else stored_int4(checkpoint, int4), slices)
+    # The int8 scale of a row is that of all its columns, so weights have all of them until they have been quantised.
+    weights = [] if layers.group_size else [f"{module}.weight" for module in layers.modules]
     whole = {**slices, **{name: (slices[name][0], slice(None)) for name in weights}}
     tensors = sliced(checkpoint.tensors(), whole)
     if lora is not None:
         tensors = merge_adapter(tensors, open_adapter(lora, checkpoint.expected, checkpoint.config.model_type), whole)
-    return sliced(quantized(tensors, modules), {name: (slice(None), slices[name][1]) for name in weights})
+    return sliced(quantized(tensors, layers), {name: (slice(None), slices[name][1]) for name in weights})
 
 
 def refuse_adapter(checkpoint: Checkpoint, lora: str | Path | None) -> None:
-    """Refuses an adapter for a checkpoint whose weights are int8.
+    """Refuses an adapter for a checkpoint whose weights are int8 or int4.
 
     Raises:
         CheckpointError: there is an adapter.
     """
     if lora is not None:
+        bits, setting = (8, "w8a8") if checkpoint.int4 is None else (4, "w4a8")
         raise CheckpointError(
-            f"{lora}: cannot be merged into the int8 weights of {checkpoint.path}; merge it into the float checkpoint "
-            "and quantise that (in a clone: python -m scripts.eval quantize MODEL OUT --lora ADAPTER), or serve the "
-            "float checkpoint with the adapter and --quantization w8a8"
+            f"{lora}: cannot be merged into the int{bits} weights of {checkpoint.path}; merge it into the float "
+            "checkpoint and quantise that (in a clone: python -m scripts.eval quantize MODEL OUT --lora ADAPTER), or "
+            f"serve the float checkpoint with the adapter and --quantization {setting}"
         )

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from lopa_ascend.checkpoint.files import CheckpointError, matches_pattern
 from lopa_ascend.config.files import read_json_object, shown
+from lopa_ascend.config.int4_files import int4_format
 from lopa_ascend.config.int8_files import (
     COMPRESSED_TENSORS,
     CONFIG_FIELD,
@@ -63,7 +64,9 @@ def describe_int8(path: Path, raw: Mapping[str, Any], expected: Tensors) -> Int8
         CheckpointError: the description is malformed, asks for something else than W8A8, or layers that run as one
             disagree.
     """
-    is_compressed, descriptions = uses_compressed_tensors(raw.get(CONFIG_FIELD)), modelslim_descriptions(path)
+    field = raw.get(CONFIG_FIELD)
+    is_compressed, descriptions = uses_compressed_tensors(field), modelslim_descriptions(path)
+    is_compressed = is_compressed and int4_format(field) is None
     if len(descriptions) > 1:
         names = " and ".join(file.name for file in descriptions)
         raise CheckpointError(f"{path}: {names} describe int8 layers, expected one of them")

@@ -90,7 +90,7 @@ def split_members(
             name = f"{module}.{part}"
             if name in headers:
                 found[module][part] = headers.pop(name)
-                _check_member(name, found[module][part], member)
+                check_member(name, found[module][part], member)
             elif member.required:
                 words = f"{list(member.shapes[0])} in {' or '.join(member.dtypes)}"
                 raise CheckpointError(f"{source}: tensor {name}: is missing, expected {words}")
@@ -102,7 +102,8 @@ def split_members(
     return found
 
 
-def _check_member(name: str, header: Header, member: Member) -> None:
+def check_member(name: str, header: Header, member: Member) -> None:
+    """Raises CheckpointError if a tensor has another shape or dtype than a member."""
     if header.shape not in member.shapes:
         expected = " or ".join(str(list(shape)) for shape in member.shapes)
         raise CheckpointError(f"{header.file}: tensor {name}: has shape {list(header.shape)}, expected {expected}")

@@ -21,15 +21,18 @@ from lopa_ascend.checkpoint.files import (
     no_weights_error,
     read_headers,
 )
+from lopa_ascend.checkpoint.int4_formats import Int4Description, describe_int4
+from lopa_ascend.checkpoint.int4_members import take_int4_members
 from lopa_ascend.checkpoint.int8_formats import Int8Description, describe_int8
 from lopa_ascend.checkpoint.int8_members import split_members
 from lopa_ascend.config import ConfigError, ModelConfig
 from lopa_ascend.config.files import INDEX, SINGLE_FILE, read_json_object, shown
+from lopa_ascend.config.int4_files import int4_description
 from lopa_ascend.config.int8_files import MODELSLIM, MODELSLIM_WEIGHTS
 from lopa_ascend.families.family import Family
 from lopa_ascend.families.reading import eos_ids, read_config
 from lopa_ascend.families.registry import with_name
-from lopa_ascend.families.table import Tensors
+from lopa_ascend.families.table import Quantized, Tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """By the name of the dtype in config.json."""
@@ -69,13 +72,27 @@ class Checkpoint:
     """What may be a mistake in the files, for warnings."""
     int8: Int8Description | None = None
     """Which linear layers are stored as int8; None if none is."""
+    int4: Int4Description | None = None
+    """Which linear layers are stored as int4; None if none is."""
     members: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
-    """By name of an int8 layer: the files of its members by the last part of their names (see ``int8_members``)."""
+    """By name of an int8 or int4 layer: the files of its members by the last part of their names (see ``int8_members``
+    and ``int4_members``)."""
+
+    @property
+    def quantized(self) -> Quantized | None:
+        """The linear layers that are stored as int8 or int4; None if none is."""
+        if self.int4 is not None:
+            return self.int4.layers
+        return None if self.int8 is None else Quantized(frozenset(self.int8.kinds))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, in the order of ``files``, one at a time; see `map_tensor`."""
+        """Names and tensors, in the order of ``files``, one at a time; see `map_tensor`. None is int4."""
         for name, file in self.files.items():
             yield name, map_tensor(file, name)
+
+    def members_of(self, module: str) -> dict[str, torch.Tensor]:
+        """The members of a layer by the last part of their names; see `map_tensor`."""
+        return {part: map_tensor(file, f"{module}.{part}") for part, file in self.members[module].items()}
 
 
 PlainTensors = Callable[[ModelConfig], Tensors]
@@ -115,8 +132,13 @@ def open_checkpoint(path: str | Path, model: Family | PlainTensors) -> Checkpoin
         raise CheckpointError(str(error)) from error
     expected = model.tensors(config) if isinstance(model, Family) else model(config)
     int8 = None if family is None else describe_int8(path, raw, expected)
-    headers, source = _find_tensors(path, int8)
+    headers, source = _find_tensors(
+        path, int8, has_int4=family is not None and int4_description(path, raw, CheckpointError) is not None
+    )
+    int4 = None if family is None or int8 is not None else describe_int4(path, raw, expected, headers)
     members = split_members(int8, expected, headers) if int8 else {}
+    if int4 is not None:
+        members = take_int4_members(int4, expected, headers)
     _check_tensors(config.model_type, expected, headers, source)
     config = replace(config, dtype=_choose_dtype(path, raw, config, [headers[name] for name in expected.specs]))
     return Checkpoint(
@@ -127,6 +149,7 @@ def open_checkpoint(path: str | Path, model: Family | PlainTensors) -> Checkpoin
         copies={name: headers[name].file for name in expected.copies if name in headers},
         doubts=(*doubts, *_static_doubts(int8)),
         int8=int8,
+        int4=int4,
         members={module: {part: header.file for part, header in parts.items()} for module, parts in members.items()},
     )
 
@@ -151,9 +174,9 @@ def _eos_doubts(path: Path, raw: dict[str, Any], generation: dict[str, Any], con
     return (f"{file}: eos_token_id is {used}, and {shown(raw['eos_token_id'])} in config.json; the former is used",)
 
 
-def _find_tensors(path: Path, int8: Int8Description | None) -> tuple[dict[str, Header], Path]:
+def _find_tensors(path: Path, int8: Int8Description | None, *, has_int4: bool) -> tuple[dict[str, Header], Path]:
     """The header of every tensor by name, and the file that lists the tensors."""
-    item_sizes = ITEM_SIZES if int8 is None else ITEM_SIZES | INTEGER_SIZES
+    item_sizes = ITEM_SIZES | INTEGER_SIZES if int8 is not None or has_int4 else ITEM_SIZES
     if (path / SINGLE_FILE).exists():
         return read_headers(path / SINGLE_FILE, item_sizes), path / SINGLE_FILE
     if (path / INDEX).exists():

@@ -4,19 +4,23 @@ and stacks one tensor at a time."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lopa_ascend.checkpoint.files import CheckpointError
+from lopa_ascend.checkpoint.int4_formats import Int4Description
+from lopa_ascend.checkpoint.int4_members import Int4Members
 from lopa_ascend.checkpoint.int8_members import Int8Members
 from lopa_ascend.checkpoint.read import Checkpoint, map_tensor
-from lopa_ascend.families.table import ALL, SCALE, Tensors, TensorSlices
+from lopa_ascend.families.table import ALL, SCALE, ZERO, Quantized, Tensors, TensorSlices
 
 _QUANTIZED_ROWS = 1024
 """Rows of a weight that are converted to float32 at a time."""
+_INT4_LEVELS = 8, 9
+"""What the largest magnitude of a group is divided by, for the two scales that are tried."""
 _COMPARED_ROWS = 4096
 """Rows that are compared at a time."""
 
@@ -44,17 +48,50 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def quantized(stream: Iterable[tuple[str, Tensor]], modules: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Makes the weights of some linear layers int8, each followed by its scales.
+def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """A weight [out, in] as int4, and the scale of each group of inputs.
 
-    These weights have all their columns: the scale is that of a whole row of the model, whichever columns a rank takes.
+    The weight of the largest magnitude in a group takes -8, the integer without a counterpart, so its scale may be
+    negative. A smaller scale is taken where clipping that weight makes the sum of squared errors less.
+
+    Returns:
+        Two codes a byte, the even input in the low bits, uint8 [out, in / 2]; and the scales, which bfloat16 holds,
+        float32 [out, in / group_size]. The code 8 means zero.
+    """
+    outputs, inputs = weight.shape
+    packed = torch.empty((outputs, inputs // 2), dtype=torch.uint8)
+    scales = torch.empty(outputs, inputs // group_size)
+    for first in range(0, outputs, _QUANTIZED_ROWS):
+        part = slice(first, first + _QUANTIZED_ROWS)
+        wide = weight[part].float().unflatten(1, (-1, group_size))
+        largest = wide.gather(2, wide.abs().argmax(2, keepdim=True))
+        tried = [(largest / -levels).bfloat16().float() for levels in _INT4_LEVELS]
+        errors = [(_int4(wide, scale) * scale).sub_(wide).square_().sum(2, keepdim=True) for scale in tried]
+        scale = torch.where(errors[1] < errors[0], tried[1], tried[0])
+        codes = _int4(wide, scale).add_(8).to(torch.uint8).flatten(1)
+        packed[part] = codes[:, ::2] | (codes[:, 1::2] << 4)
+        scales[part] = scale[..., 0]
+    return packed, scales
+
+
+def _int4(wide: Tensor, scale: Tensor) -> Tensor:
+    """The integers -8..7 nearest to weights / scale, in float32; 0 if the scale is 0."""
+    return (wide / torch.where(scale == 0, 1, scale)).round_().clamp_(-8, 7)
+
+
+def quantized(stream: Iterable[tuple[str, Tensor]], layers: Quantized) -> Iterator[tuple[str, Tensor]]:
+    """Makes the weights of some linear layers int8 or int4, each followed by its scales.
+
+    Weights that become int8 have all their columns: the scale is that of a whole row of the model, whichever columns a
+    rank takes. Those that become int4 have whole groups.
     """
     for name, tensor in stream:
         module = name.removesuffix(".weight")
-        if module == name or module not in modules:
+        if module == name or module not in layers.modules:
             yield name, tensor
             continue
-        codes, scale = quantize_weight(tensor)
+        size = layers.group_size
+        codes, scale = quantize_int4(tensor, size) if size else quantize_weight(tensor)
         yield name, codes
         yield name + SCALE, scale
 
@@ -69,12 +106,28 @@ def stored_int8(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and module in checkpoint.members:
-            files, bias_name = checkpoint.members[module], f"{module}.bias"
-            members = Int8Members(module, {p: map_tensor(file, f"{module}.{p}") for p, file in files.items()}, files)
+            bias_name = f"{module}.bias"
+            members = Int8Members(module, checkpoint.members_of(module), checkpoint.members[module])
             scale = members.weight_scale()
             has_bias = bias_name in checkpoint.files
             members.check_quant_bias(tensor, map_tensor(checkpoint.files[bias_name], bias_name) if has_bias else None)
             yield name + SCALE, scale
+
+
+def stored_int4(checkpoint: Checkpoint, description: Int4Description) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint with int4 layers, in the form of `quantize_int4`. The weights are each followed by
+    their scales, and unless they are symmetric by the codes that mean zero.
+
+    Raises:
+        CheckpointError: a member of a layer has values that make no sense.
+    """
+    linears = checkpoint.expected.linears
+    for name, file in checkpoint.files.items():
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module in checkpoint.members:
+            yield from Int4Members(description, linears[module], checkpoint.members_of(module)).neutral()
+        else:
+            yield name, map_tensor(file, name)
 
 
 # ---- checks of values ------------------------------------------------------------------------------------------------
@@ -82,7 +135,7 @@ def stored_int8(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 def check_weights(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
     """`check_finite` of a tensor of a checkpoint; scales count as the weight that they belong to."""
-    source = name if name in checkpoint.files else name.removesuffix(SCALE)
+    source = name if name in checkpoint.files else name.removesuffix(SCALE).removesuffix(ZERO)
     check_finite(checkpoint.files[source], source, tensor)
 
 

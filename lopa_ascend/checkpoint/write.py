@@ -1,4 +1,4 @@
-"""Writes checkpoints; those whose linear layers are int8 in the format compressed-tensors."""
+"""Writes checkpoints; those whose linear layers are int8 or int4 in the format compressed-tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lopa_ascend.checkpoint.files import PICKLE_SUFFIXES, CheckpointError
+from lopa_ascend.checkpoint.int4_formats import packed_config
 from lopa_ascend.checkpoint.int8_formats import compressed_tensors_config
 from lopa_ascend.checkpoint.lora import merge_adapter, open_adapter
 from lopa_ascend.checkpoint.read import Checkpoint, open_checkpoint
@@ -22,19 +23,20 @@ from lopa_ascend.checkpoint.streams import check_weights, checked_copies, quanti
 from lopa_ascend.config.files import INDEX, read_json_object
 from lopa_ascend.config.int8_files import CONFIG_FIELD
 from lopa_ascend.families.family import Family
-from lopa_ascend.families.table import SCALE
+from lopa_ascend.families.table import SCALE, Quantized
 
 MAX_FILE_BYTES = 2 << 30
 """Bytes of tensors in a file, at most, unless a single tensor has more. They are in memory together."""
 _CONFIG = "config.json"
 
 
-def write_int8(
+def write_quantized(
     path: Path,
     out: Path,
     family: Family,
     *,
-    int8: Collection[str],
+    linears: Collection[str],
+    group_size: int = 0,
     lora: Path | None = None,
     activations: Mapping[str, Tensor] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -45,28 +47,35 @@ def write_int8(
         path: directory of the float checkpoint.
         out: the directory to write, which must be missing or empty. It is returned.
         family: the checkpoint's.
-        int8: the linear layers that are quantised, as ``quantization_exclude`` calls them, e.g. "qkv_proj".
+        linears: the linear layers that are quantised, as ``quantization_exclude`` calls them, e.g. "qkv_proj".
+        group_size: if it is not 0, those layers become int4, in groups of so many inputs.
         lora: directory of a PEFT LoRA adapter that is merged before.
         activations: of the model with the adapter, as ``smooth.choose_factors`` takes them, to smooth with.
 
     Raises:
         CheckpointError: the checkpoint or the adapter cannot be loaded, or ``out`` is not empty.
         OSError: a file cannot be written, for example because the disk is full.
-        ValueError: an activation is not finite.
+        ValueError: an activation is not finite, or groups do not divide the inputs of a layer.
 
     After an exception ``out`` is empty again.
     """
     checkpoint = open_to_quantize(path, out, family)
     expected = checkpoint.expected
-    modules = expected.int8_modules(int8)
-    kept = [expected.head, *(name for name in expected.linears if name not in modules and name != expected.head)]
+    layers = expected.quantized(linears, group_size)
+    expected.check_groups(layers, 1, [1])
+    kept = [expected.head, *(n for n in expected.linears if n not in layers.modules and n != expected.head)]
+    described = packed_config(kept, group_size) if group_size else compressed_tensors_config(kept)
+    drafts = [path / family.draft_adapter] if family.draft_adapter else []
     config = read_json_object(path / _CONFIG, CheckpointError)
     others = [file for file in sorted(path.iterdir()) if file.is_file() and file.name != _CONFIG]
     write_checkpoint(
         out,
-        _int8_tensors(checkpoint, lora, activations, modules),
-        {_CONFIG: {**config, CONFIG_FIELD: compressed_tensors_config(kept)}},
-        [file for file in others if not (".safetensors" in file.name or file.suffix in PICKLE_SUFFIXES)],
+        _quantized_tensors(checkpoint, lora, activations, layers),
+        {_CONFIG: {**config, CONFIG_FIELD: described}},
+        [
+            *(file for file in others if not (".safetensors" in file.name or file.suffix in PICKLE_SUFFIXES)),
+            *(folder for folder in drafts if folder.is_dir()),
+        ],
         max_file_bytes,
     )
     return out
@@ -86,7 +95,7 @@ def write_checkpoint(
         tensors: by name. Those of a file are in memory together.
         objects: content of JSON files, by name. They are written last, in this order, so that a directory that was not
             finished is no checkpoint.
-        copied: other files that it is to have.
+        copied: other files and folders that it is to have.
         max_file_bytes: bytes of tensors in a file, at most, unless a single tensor has more.
 
     Raises:
@@ -100,19 +109,19 @@ def write_checkpoint(
     with _emptied_after_failure(out):
         _write_weights(_parts(tensors, max_file_bytes), out)
         for file in copied:
-            shutil.copyfile(file, out / file.name)
+            (shutil.copytree if file.is_dir() else shutil.copyfile)(file, out / file.name)
         for name, value in objects.items():
             _write_json(out / name, value)
 
 
-def _int8_tensors(
+def _quantized_tensors(
     checkpoint: Checkpoint,
     lora: Path | None,
     activations: Mapping[str, Tensor] | None,
-    modules: Collection[str],
+    layers: Quantized,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the checkpoint to write, with the layers ``modules`` as int8. Those that stay float have the
-    dtype that they had."""
+    """Names and tensors of the checkpoint to write, with quantised layers. Those that stay float have the dtype that
+    they had."""
     architecture = checkpoint.config.model_type
     adapter = None if lora is None else open_adapter(lora, checkpoint.expected, architecture)
     dtypes: dict[str, torch.dtype] = {}
@@ -128,13 +137,21 @@ def _int8_tensors(
 
     tensors = checked_copies(float_tensors(), checkpoint)
     if activations is not None:
-        weights = smoothed_weights(checkpoint.expected, modules)
+        weights = smoothed_weights(checkpoint.expected, layers.modules)
         tensors = smoothed(tensors, choose_factors(float_tensors(), activations, weights), weights)
-    for name, tensor in quantized(tensors, modules):
+    for name, tensor in quantized(tensors, layers):
         is_float_layer = name in dtypes and tensor.is_floating_point()
         stored = tensor.to(dtypes[name]) if is_float_layer else tensor
         check_weights(checkpoint, name, stored)
-        yield name, stored
+        if not layers.group_size:
+            yield name, stored[:, None] if name.endswith(f".weight{SCALE}") else stored
+        elif name.endswith(f".weight{SCALE}"):
+            yield name, stored.bfloat16()
+        elif stored.dtype == torch.uint8:
+            yield f"{name}_packed", stored.view(torch.int32)
+            yield f"{name}_shape", torch.tensor(checkpoint.expected.specs[name].shape)
+        else:
+            yield name, stored
 
 
 def _write_weights(parts: Iterator[dict[str, Tensor]], out: Path) -> None:
@@ -143,7 +160,7 @@ def _write_weights(parts: Iterator[dict[str, Tensor]], out: Path) -> None:
     for number, part in enumerate(parts, 1):
         file = f"model-{number:05}.safetensors"
         try:
-            save_file(_as_stored(part), str(out / file), metadata={"format": "pt"})
+            save_file({name: t.contiguous() for name, t in part.items()}, str(out / file), metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{out / file}: cannot be written: {error}") from error
         files |= dict.fromkeys(part, file)
@@ -160,7 +177,10 @@ def _emptied_after_failure(folder: Path) -> Iterator[None]:
         yield
     except BaseException:
         for file in folder.iterdir():
-            file.unlink()
+            if file.is_dir():
+                shutil.rmtree(file)
+            else:
+                file.unlink()
         raise
 
 
@@ -168,11 +188,12 @@ def open_to_quantize(path: Path, out: Path, family: Family) -> Checkpoint:
     """Checks the directory of a checkpoint to quantise, and where the result goes, without reading a weight.
 
     Raises:
-        CheckpointError: the checkpoint cannot be loaded or is int8 already, or ``out`` is not empty.
+        CheckpointError: the checkpoint cannot be loaded or is int8 or int4 already, or ``out`` is not empty.
     """
     checkpoint = open_checkpoint(path, family)
-    if checkpoint.int8 is not None:
-        raise CheckpointError(f"{path}: its weights are int8 already, by {checkpoint.int8.source}")
+    for kind, found in (("int8", checkpoint.int8), ("int4", checkpoint.int4)):
+        if found is not None:
+            raise CheckpointError(f"{path}: its weights are {kind} already, by {found.source}")
     _check_empty(out)
     return checkpoint
 
@@ -192,14 +213,6 @@ def _parts(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[di
         part[name] = tensor
     if part:
         yield part
-
-
-def _as_stored(part: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as the format has them: contiguous, and scales as columns."""
-    return {
-        name: (tensor[:, None] if name.endswith(f".weight{SCALE}") else tensor).contiguous()
-        for name, tensor in part.items()
-    }
 
 
 def _write_json(file: Path, value: object) -> None:

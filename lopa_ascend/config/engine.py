@@ -19,7 +19,8 @@ GRAPH_MODES_BY_DEVICE = {
 GRAPH_MODES = tuple(dict.fromkeys(("eager", *(mode for modes in GRAPH_MODES_BY_DEVICE.values() for mode in modes))))
 """Every graph mode of some device."""
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16")
-QUANTIZATIONS = ("w8a8",)
+QUANTIZATIONS = {"w8a8": 0, "w4a8": 32, "w4a8_g128": 128}
+"""By name: how many inputs share a scale of int4 weights; 0 for int8 weights."""
 INT8_GRAPH_MODES = tuple(mode for mode in GRAPH_MODES if mode != "inductor")
 """Graph modes that can run int8 linear layers."""
 INT8_LAYERS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -64,9 +65,10 @@ class EngineConfig:
     )
     quantization: str | None = declare(
         None,
-        Choice(QUANTIZATIONS),
+        Choice(tuple(QUANTIZATIONS)),
         "w8a8: linear layers of int8 weights (a scale for each output) and int8 activations (a scale for each "
-        "token); not with `graph_mode` inductor",
+        "token); w4a8, w4a8_g128: of int4 weights (a scale for each 32 or 128 inputs), on a cpu; not with "
+        "`graph_mode` inductor",
         group=Section.MODEL,
         default_text="as the checkpoint is stored",
     )
@@ -203,7 +205,7 @@ class EngineConfig:
             raise ParameterError("quantization_exclude", "needs quantization")
         if self.quantization is not None:
             self.check_int8("quantization", repr(self.quantization))
-            if not self.int8_layers():
+            if not self.quantized_layers():
                 message = "names all linear layers, so nothing would be quantised; leave out at least one"
                 raise ParameterError("quantization_exclude", message)
 
@@ -223,9 +225,14 @@ class EngineConfig:
                 param, f"{value} runs with one of the graph modes {modes}; graph_mode is {self.graph_mode!r}"
             )
 
-    def int8_layers(self) -> frozenset[str]:
+    def quantized_layers(self) -> frozenset[str]:
         """Those of INT8_LAYERS that this configuration quantises."""
         return frozenset() if self.quantization is None else frozenset(INT8_LAYERS) - {*self.quantization_exclude}
+
+    @property
+    def group_size(self) -> int:
+        """How many inputs share a scale if this configuration quantises to int4; otherwise 0."""
+        return 0 if self.quantization is None else QUANTIZATIONS[self.quantization]
 
     def check_split(self, model: ModelConfig) -> None:
         """Raises ParameterError if ``tensor_parallel_size`` ranks cannot split a model."""

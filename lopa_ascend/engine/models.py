@@ -14,8 +14,9 @@ from lopa_ascend import checkpoint
 from lopa_ascend.backend import find_device
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
+from lopa_ascend.config.files import ADAPTER_WEIGHTS
 from lopa_ascend.families import Family
-from lopa_ascend.families.table import Shard, Tensors
+from lopa_ascend.families.table import Quantized, Shard, Tensors
 from lopa_ascend.model.base import Model
 from lopa_ascend.model.plain import Build, build_module, tensors_of
 from lopa_ascend.model.registry import find_decoder, find_model, find_plain
@@ -108,24 +109,30 @@ class SplitSource(ModelSource):
         self._checkpoint = found = checkpoint.open_checkpoint(path, family)
         self.config = found.config
         folder = path / family.draft_adapter if family.draft_adapter else None
-        self._draft_adapter = None
+        self._draft_adapter, self._draft_bytes = None, 0
         if folder is not None and folder.is_dir():
             self._draft_adapter = checkpoint.open_draft_adapter(folder, found.expected, family.name)
-        int8 = found.int8.kinds if found.int8 else found.expected.int8_modules(config.int8_layers())
-        self._int8_modules = sorted(int8)
-        if found.int8 is not None:
-            _check_stored_int8(config, found)
+            self._draft_bytes = (folder / ADAPTER_WEIGHTS).stat().st_size
+        wanted = found.expected.quantized(config.quantized_layers(), config.group_size)
+        self._layers = layers = found.quantized or wanted
+        device = find_device(config.device)
+        if found.quantized is not None:
+            _check_stored(config, found, found.quantized)
+        elif layers.group_size:
+            device.check_int4("quantization", repr(config.quantization))
+        found.expected.check_groups(layers, config.tensor_parallel_size, found.config.tensor_parallel_sizes())
         model = checkpoint.with_dtype(found.config, config.dtype)
-        doubts = find_device(config.device).check_model(config, model, path, has_int8=bool(int8))
+        doubts = device.check_model(config, model, path, has_int8=bool(layers.modules))
         _warn((*found.doubts, *doubts))
 
     @property
     def identity(self) -> object:
-        return self.config, self._int8_modules, self._family.decoder, self._draft_adapter is not None
+        layers = sorted(self._layers.modules), self._layers.group_size, self._layers.has_zeros
+        return self.config, layers, self._family.decoder, self._draft_adapter is not None
 
     def weight_bytes(self, ranks: int) -> int:
         size: int = getattr(torch, checkpoint.with_dtype(self.config, self._options.dtype).dtype).itemsize
-        return self._checkpoint.expected.num_bytes(size, self._int8_modules, ranks)
+        return self._checkpoint.expected.num_bytes(size, self._layers, ranks) + self._draft_bytes
 
     def load(self, ops: Ops, tp: Group, num_positions: int) -> Model:
         options = self._options
@@ -136,23 +143,28 @@ class SplitSource(ModelSource):
             dtype=options.dtype,
             device=str(ops.device),
             shard=Shard(tp.rank, tp.size),
-            int8=options.int8_layers(),
+            layers=self._layers,
         )
         return self._class(self._family, config, weights, ops, tp, num_positions)
 
 
-def _check_stored_int8(config: EngineConfig, found: checkpoint.Checkpoint) -> None:
-    """Refuses settings that do not go with a checkpoint whose weights are int8 already.
+def _check_stored(config: EngineConfig, found: checkpoint.Checkpoint, layers: Quantized) -> None:
+    """Refuses settings that do not go with a checkpoint whose weights are int8 or int4 already.
 
     Raises:
-        CheckpointError: an adapter cannot be merged into int8 weights.
-        ParameterError: the device or the graph mode cannot run int8 layers, or layers are excluded that are int8.
+        CheckpointError: an adapter cannot be merged into quantised weights.
+        ParameterError: the device or the graph mode cannot run such layers, layers are excluded that are quantised, or
+            others bits are asked for.
     """
-    assert found.int8 is not None
-    config.check_int8("model", f"{found.path}, whose weights are int8,")
+    kind = f"int{layers.bits}"
+    if layers.group_size:
+        find_device(config.device).check_int4("model", str(found.path))
+    config.check_int8("model", f"{found.path}, whose weights are {kind},")
+    again = f"{found.path}, whose weights are {kind} already; quantise the float checkpoint anew"
     if config.quantization_exclude:
-        message = f"has no effect on {found.path}, whose weights are int8 already; quantise the float checkpoint anew"
-        raise ParameterError("quantization_exclude", message)
+        raise ParameterError("quantization_exclude", f"has no effect on {again}")
+    if config.quantization is not None and config.group_size != layers.group_size:
+        raise ParameterError("quantization", f"{config.quantization!r} has no effect on {again}, or leave it out")
     checkpoint.refuse_adapter(found, config.lora)
 
 

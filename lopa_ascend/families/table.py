@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
-from lopa_ascend.config import ModelConfig
+from lopa_ascend.config import ModelConfig, ParameterError
 
 HEAD = "lm_head"
 """`Row.linear` of the LM head."""
 SCALE = "_scale"
 """The suffix that makes the name of an int8 weight the name of its scales."""
+ZERO = "_zero"
+"""The same for the codes that mean zero in the groups of an int4 weight. Its scales have two dimensions."""
 DRAFTS = "_diff"
 """What the names of weights end with that drafts alone are computed with, in the place of those without it."""
 LORA_A, LORA_B = "_lora_a", "_lora_b"
@@ -160,10 +162,40 @@ class TensorSpec:
         assert self.row.source is not None
         return self.prefix + self.row.source
 
-    def scale(self) -> TensorSpec:
-        """The scales [out] of this weight if it is int8. They are divided as the weight's rows are."""
-        row = replace(self.row, name=self.row.name + SCALE, shape=self.row.shape[:1], linear=None)
-        return replace(self, name=self.name + SCALE, ours=self.ours + SCALE, shape=self.shape[:1], row=row)
+    def quantized(self, layers: Quantized) -> Iterator[TensorSpec]:
+        """This weight of a linear layer as it is quantised, and what lies behind it. All are divided as it is."""
+        if not layers.group_size:
+            yield self
+            yield self._beside(SCALE, self.shape[:1])
+            return
+        outputs, inputs = self.shape
+        yield replace(self, shape=(outputs, inputs // 2))
+        for suffix in (SCALE, ZERO)[: 1 + layers.has_zeros]:
+            yield self._beside(suffix, (outputs, inputs // layers.group_size))
+
+    def _beside(self, suffix: str, shape: tuple[int, ...]) -> TensorSpec:
+        row = replace(self.row, name=self.row.name + suffix, shape=self.row.shape[: len(shape)], linear=None)
+        return replace(self, name=self.name + suffix, ours=self.ours + suffix, shape=shape, row=row)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Linear layers that are quantised, all in one way."""
+
+    modules: frozenset[str] = frozenset()
+    group_size: int = 0
+    """Of int4 weights: how many inputs share a scale; 0: the weights are int8, with a scale for each output."""
+    has_zeros: bool = False
+    """Whether each group of int4 weights has a code of its own that means zero."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight."""
+        return 4 if self.group_size else 8
+
+
+FLOAT = Quantized()
+"""No layers."""
 
 
 @dataclass(frozen=True)
@@ -182,32 +214,71 @@ class Tensors:
         """The weights of linear layers by module, the head's among them."""
         return {spec.module: spec for spec in self.specs.values() if spec.row.linear is not None}
 
-    def num_bytes(self, item_size: int, int8: Collection[str] = (), ranks: int = 1) -> int:
+    def num_bytes(self, item_size: int, layers: Quantized = FLOAT, ranks: int = 1) -> int:
         """Bytes of the part of one of ``ranks`` ranks, without padding and the scales of int8 layers.
 
         Args:
             item_size: bytes of a float.
-            int8: modules whose weights are int8.
+            layers: those that are quantised.
         """
         total = 0
         for spec in self.specs.values():
-            is_int8 = spec.row.linear is not None and spec.module in int8
+            size: float = item_size
+            if spec.row.linear is not None and spec.module in layers.modules:
+                # Of int4 each group has a scale in float32, and perhaps a byte for its zero.
+                size = 1 if not layers.group_size else 0.5 + (4 + layers.has_zeros) / layers.group_size
             share = 1 if spec.split_axis is None else ranks
-            total += math.prod(spec.shape) * (1 if is_int8 else item_size) // share
+            total += int(math.prod(spec.shape) * size) // share
         return total
 
-    def int8_modules(self, layers: Collection[str]) -> set[str]:
-        """The modules of the linear layers that ``quantization_exclude`` calls so."""
-        return {module for module, spec in self.linears.items() if spec.row.linear in layers}
+    def quantized(self, layers: Collection[str], group_size: int = 0) -> Quantized:
+        """The modules of the linear layers that ``quantization_exclude`` calls so, symmetric.
 
-    def with_scales(self, modules: Collection[str]) -> Tensors:
-        """These tensors and, behind each weight of an int8 linear layer, its scales."""
+        Args:
+            layers: of which.
+            group_size: as in `Quantized`.
+        """
+        modules = (module for module, spec in self.linears.items() if spec.row.linear in layers)
+        return Quantized(frozenset(modules), group_size)
+
+    def with_scales(self, layers: Quantized) -> Tensors:
+        """These tensors with quantised linear layers, and, behind each weight of those, its scales."""
         specs: dict[str, TensorSpec] = {}
-        for name, spec in self.specs.items():
-            specs[name] = spec
-            if spec.row.linear is not None and spec.module in modules:
-                specs[name + SCALE] = spec.scale()
+        for spec in self.specs.values():
+            is_quantized = spec.row.linear is not None and spec.module in layers.modules
+            specs |= {part.name: part for part in (spec.quantized(layers) if is_quantized else (spec,))}
         return replace(self, specs=specs)
+
+    def check_groups(self, layers: Quantized, ranks: int, sizes: Collection[int]) -> None:
+        """Refuses a split after which groups of int4 weights would lie on two ranks, and experts in int4.
+
+        Args:
+            layers: those that are quantised.
+            ranks: that split the model.
+            sizes: the numbers of ranks that can split it otherwise.
+
+        Raises:
+            ParameterError: names what is allowed.
+        """
+        if not layers.group_size:
+            return
+        group, linears = layers.group_size, [s for name, s in self.linears.items() if name in layers.modules]
+        experts = next((spec.module for spec in linears if spec.row.each), None)
+        if experts is not None:
+            raise ParameterError("quantization", f"int4 is not supported for experts ({experts}); choose w8a8")
+        undivided = {
+            n: next((spec for spec in linears if spec.shape[1] // (n if spec.split_axis == 1 else 1) % group), None)
+            for n in {ranks, *sizes}
+        }
+        wrong = undivided[ranks]
+        if wrong is None:
+            return
+        found = f"groups of {group} do not divide the {wrong.shape[1]} inputs of {wrong.module}"
+        choices = ", ".join(str(n) for n in sizes if undivided[n] is None)
+        if choices:
+            message = f"{found} among {ranks} ranks; choose one of {choices}"
+            raise ParameterError("tensor_parallel_size", message)
+        raise ParameterError("quantization", f"{found}; choose smaller groups, or w8a8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 from lopa_ascend.backend import find_device
 from lopa_ascend.config import ConfigError, EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.config.files import read_json_object
+from lopa_ascend.config.int4_files import int4_description
 from lopa_ascend.config.int8_files import CONFIG_FIELD, modelslim_descriptions, uses_compressed_tensors
 from lopa_ascend.config.kinds import format_size
 from lopa_ascend.families import Family, read_config, with_name
@@ -44,8 +45,8 @@ class _Found:
     """None: it is in plain torch."""
     stored: int
     """Bytes of its weights in files."""
-    is_int8: bool
-    """Linear layers are stored as int8."""
+    form: str | None
+    """What linear layers are stored as, "int8" or "int4"; None: floats."""
 
 
 @dataclass(frozen=True)
@@ -108,39 +109,49 @@ def _read(name: str, directory: Path, stored: int) -> _Found:
         family = find_model(raw)
         generation = read_json_object(directory / "generation_config.json", ConfigError, optional=True)
         config = read_config(raw, generation, str(file), family)
+        int4 = int4_description(directory, raw, ConfigError)
     except ValueError as error:
         raise ParameterError("model", f"{name} cannot be served: {error}. Code of a repository is never run") from error
-    is_int8 = uses_compressed_tensors(raw.get(CONFIG_FIELD)) or bool(modelslim_descriptions(directory))
+    form = "int8" if uses_compressed_tensors(raw.get(CONFIG_FIELD)) or modelslim_descriptions(directory) else None
+    form = form if int4 is None else "int4"
     if not (raw.get("torch_dtype") or raw.get("dtype")) and family is not None:
         parameters = family.tensors(config).num_bytes(1)
         config = replace(config, dtype="float32" if stored > 3 * parameters else "bfloat16")
-    return _Found(name, config, family, stored, is_int8)
+    return _Found(name, config, family, stored, form)
 
 
 def _check_device(engine: EngineConfig, found: _Found) -> None:
     """Refuses what the ranks or the device cannot run, as the engine will."""
     engine.check_split(found.config)
     model = found.config if engine.dtype == "auto" else replace(found.config, dtype=engine.dtype)
-    has_int8 = found.is_int8 or engine.quantization is not None
-    find_device(engine.device).check_model(engine, model, Path(found.name), has_int8=has_int8)
+    device, is_quantized = find_device(engine.device), found.form is not None or engine.quantization is not None
+    if found.form == "int4":
+        device.check_int4("model", found.name)
+    elif found.form is None and found.family is not None and engine.group_size:
+        device.check_int4("quantization", repr(engine.quantization))
+        tensors = found.family.tensors(model)
+        layers = tensors.quantized(engine.quantized_layers(), engine.group_size)
+        tensors.check_groups(layers, engine.tensor_parallel_size, model.tensor_parallel_sizes())
+    device.check_model(engine, model, Path(found.name), has_int8=is_quantized)
 
 
 def _need(engine: EngineConfig, found: _Found) -> _Need:
     model, tp = found.config, engine.tensor_parallel_size
     dtype = model.dtype if engine.dtype == "auto" else engine.dtype
     item, stored_item = (4 if name == "float32" else 2 for name in (dtype, model.dtype))
-    if found.is_int8:
-        weights = found.stored // tp
+    if found.form is not None:
+        # The scales of int4 have 2 bytes in files and 4 in memory: with groups of 32 an eighth more.
+        weights = found.stored * (9 if found.form == "int4" else 8) // 8 // tp
     elif found.family is None:
         weights = found.stored * item // stored_item
     else:
         tensors = found.family.tensors(model)
-        weights = tensors.num_bytes(item, tensors.int8_modules(engine.int8_layers()), tp)
+        weights = tensors.num_bytes(item, tensors.quantized(engine.quantized_layers(), engine.group_size), tp)
     positions = engine.longest_sequence(model)
     pages = engine.kv_cache_memory or pages_for(positions) * page_bytes(model.kv_shape(tp), item)
-    is_w8a8 = found.is_int8 or engine.quantization is not None
+    form = found.form or (engine.quantization and ("int4" if engine.group_size else "int8"))
     step = _step_bytes(model, engine.batched_tokens(positions), item, tp)
-    return _Need(weights, pages, step, positions, f"{dtype} and int8" if is_w8a8 else dtype)
+    return _Need(weights, pages, step, positions, f"{dtype} and {form}" if form else dtype)
 
 
 def _step_bytes(model: ModelConfig, tokens: int, item: int, tp: int) -> int:
@@ -174,8 +185,9 @@ def _free_memory(engine: EngineConfig) -> int:
 def _alternatives(engine: EngineConfig, found: _Found) -> Iterator[tuple[str, _Need]]:
     """Other settings with which the model runs, and what it takes then, from the smallest change on."""
     formats: list[Mapping[str, Any]] = [{}, {"dtype": "bfloat16"}]
-    if engine.quantization is None and not found.is_int8 and found.family is not None:
-        formats += [{"quantization": "w8a8"}, {"dtype": "bfloat16", "quantization": "w8a8"}]
+    if engine.quantization is None and found.form is None and found.family is not None:
+        choices = ("w8a8", "w4a8")
+        formats += [{**dtype, "quantization": name} for name in choices for dtype in ({}, {"dtype": "bfloat16"})]
     sizes = [engine.tensor_parallel_size]
     if not find_device(engine.device).on_host:  # ranks of a CPU share its memory
         sizes += [size for size in found.config.tensor_parallel_sizes() if size > sizes[0]]

@@ -18,12 +18,13 @@ from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # 
 from lopa_ascend.backend.memory import causes
 from lopa_ascend.config import ConfigError, ParameterError
 from lopa_ascend.config.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, SINGLE_FILE, read_json_object, shown
+from lopa_ascend.config.int4_files import OWN_FILES
 from lopa_ascend.config.int8_files import DESCRIPTION, MODELSLIM_WEIGHTS
 from lopa_ascend.config.kinds import format_size
 from lopa_ascend.families import FAMILIES
 from lopa_ascend.hub import Name
 
-FIRST = ("generation_config.json", DESCRIPTION, INDEX, f"{MODELSLIM_WEIGHTS}.index.json")
+FIRST = ("generation_config.json", DESCRIPTION, *OWN_FILES, INDEX, f"{MODELSLIM_WEIGHTS}.index.json")
 """Patterns of the files that say, with config.json, what is to be downloaded and whether it fits."""
 TEXTS = (
     "config.json", *FIRST, "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json",

@@ -14,7 +14,7 @@ SUBCOMMANDS = {
     "paper-tables": "a table of the LoPA paper, with our numbers beside the published ones",
     "golden": "whether tokens and fills are those that published code was recorded with",
     "answers": "writes the answers of a CPU, which a server repeats at start (--check-answers)",
-    "quantize": "writes a checkpoint in W8A8",
+    "quantize": "writes a checkpoint in W8A8 or int4",
     "make-checkpoint": "writes a random checkpoint of a family, to try it without its weights",
 }
 """What each one does; the module of the same name has a function ``main``, which takes the arguments."""

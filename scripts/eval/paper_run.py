@@ -240,8 +240,9 @@ def number_format(config: EngineConfig) -> str:
     from lopa_ascend.families import dream
 
     found = open_checkpoint(DEMO_MODEL if config.model is None else config.model, dream.FAMILY)
-    is_int8 = config.quantization is not None or found.int8 is not None
-    return "w8a8" if is_int8 else with_dtype(found.config, config.dtype).dtype
+    if found.quantized is not None:
+        return f"w{found.quantized.bits}a8"
+    return config.quantization or with_dtype(found.config, config.dtype).dtype
 
 
 def num_devices(device: str) -> int:

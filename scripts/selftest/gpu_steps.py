@@ -104,13 +104,13 @@ def random_model(shape: Shape, ops: Ops, dtype: torch.dtype, *, is_int8: bool) -
     config = shape.config()
     family = FAMILIES[shape.model_type]
     tensors = family.tensors(config)
-    modules = tensors.int8_modules(INT8_LAYERS) if is_int8 else set()
+    layers = tensors.quantized(INT8_LAYERS if is_int8 else ())
     random = torch.Generator(ops.device).manual_seed(0)
     weights: dict[str, Tensor] = {}
-    for name, spec in tensors.with_scales(modules).specs.items():
+    for name, spec in tensors.with_scales(layers).specs.items():
         if name.endswith(SCALE):
             value = torch.full(spec.shape, 0.02 / 127, device=ops.device)
-        elif spec.row.linear is not None and spec.module in modules:
+        elif spec.row.linear is not None and spec.module in layers.modules:
             value = torch.randint(-127, 128, spec.shape, generator=random, device=ops.device, dtype=torch.int8)
         elif name.endswith(NORM):
             value = torch.ones(spec.shape, dtype=dtype, device=ops.device)

@@ -23,7 +23,7 @@ from lopa_ascend import checkpoint
 from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Entries
 from lopa_ascend.checkpoint import CheckpointError
-from lopa_ascend.checkpoint.write import write_checkpoint, write_int8
+from lopa_ascend.checkpoint.write import write_checkpoint, write_quantized
 from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.families import FAMILIES, read_config
 from lopa_ascend.families.registry import family_of, family_of_checkpoint
@@ -69,6 +69,7 @@ def model_of(path: Path, tp: Group = ALONE, **options: Any) -> Decoder:
     found = checkpoint.open_checkpoint(path, family)
     if family.draft_adapter and (folder := path / family.draft_adapter).is_dir():
         options["draft_adapter"] = checkpoint.open_draft_adapter(folder, found.expected, family.name)
+    options["layers"] = found.expected.quantized(options.pop("int8", ()), options.pop("group_size", 0))
     return Decoder(family, *checkpoint.load(found, shard=Shard(tp.rank, tp.size), **options), CpuOps(), tp)
 
 
@@ -200,9 +201,9 @@ def test_golden_forward_passes_of_causal_models(name: str, which: str) -> None:
 # ---- transformers ----------------------------------------------------------------------------------------------------
 
 
-def write_random(path: Path, name: str, seed: int, scale: float = 0.3) -> Path:
-    """A random checkpoint of a family with random sizes. Its weights, biases and norms are far from their neutral
-    values."""
+def write_random(path: Path, name: str, seed: int, scale: float = 0.3, **sizes: int) -> Path:
+    """A random checkpoint of a family with random sizes, but for ``sizes``. Its weights, biases and norms are far from
+    their neutral values."""
     rng, family = random.Random(seed), FAMILIES[name]
     kv_heads, vocab = rng.choice([1, 2]), rng.randrange(60, 130)
     config: dict[str, Any] = {
@@ -224,13 +225,15 @@ def write_random(path: Path, name: str, seed: int, scale: float = 0.3) -> Path:
         "torch_dtype": "float32",
         "_name_or_path": name,
     }
+    config |= sizes
     if name in ("nemotron_labs_diffusion", "stable_diffcoder"):
         config |= {"attention_bias": False, "architectures": ["StableDiffcoderForCausalLM"]}
     heads, unknown = config["num_attention_heads"], ("attention_bias", "block_size", "head_dim")
     config = {family.names.get(key, key): x for key, x in config.items() if name != "llada" or key not in unknown}
     if name == "llada":  # whose heads have the hidden size together
         config |= {"block_type": "llama", "layer_norm_type": "rms", "rope": True, "activation_type": "silu"}
-        config |= {"d_model": heads * rng.choice([8, 24]), "vocab_size": vocab}
+        drawn = heads * rng.choice([8, 24])
+        config |= {"d_model": sizes.get("hidden_size", drawn), "vocab_size": vocab}
     if name == "llada2_moe":
         groups, kept = rng.choice([(1, 1), (2, 1), (3, 2)])
         config["num_experts"] = groups * rng.choice([2, 5])
@@ -319,7 +322,7 @@ def test_random_models_compute_what_transformers_does(tmp_path: Path, name: str,
 @pytest.mark.parametrize("name", MODEL_TYPES)
 def test_int8_at_start_is_int8_on_disk(tmp_path: Path, name: str) -> None:
     path, tokens = write_random(tmp_path / "float", name, 1, scale=0.1), list(range(40))
-    written = write_int8(path, tmp_path / "int8", FAMILIES[name], int8=INT8_LAYERS)
+    written = write_quantized(path, tmp_path / "int8", FAMILIES[name], linears=INT8_LAYERS)
     at_start, on_disk = model_of(path, int8=INT8_LAYERS), model_of(written)
     assert at_start.weights.keys() == on_disk.weights.keys()
     assert "layers.0.o.weight_scale" in on_disk.weights
@@ -328,6 +331,40 @@ def test_int8_at_start_is_int8_on_disk(tmp_path: Path, name: str) -> None:
     assert_near(logits, logits_of(model_of(path), tokens), INT8_BOUND)
     # Each rank quantises its own inputs of o and down.
     assert_near(logits_on_two_ranks(written, tokens), logits, INT8_BOUND)
+
+
+def dequantized(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights as they are loaded, with the numbers that int4 ones mean."""
+    floats = {name: weight for name, weight in weights.items() if not name.endswith(("weight_scale", "weight_zero"))}
+    for name in [name for name in floats if f"{name}_scale" in weights]:
+        scale, codes = weights[f"{name}_scale"], weights[name]
+        values = torch.stack((codes & 15, codes >> 4), -1).view(*scale.shape, -1) - 8.0
+        floats[name] = (values * scale[:, :, None]).flatten(1)
+    return floats
+
+
+@pytest.mark.parametrize("name", [name for name in MODEL_TYPES if name != "llada2_moe"])
+def test_int4_at_start_is_int4_on_disk(tmp_path: Path, name: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_attention_heads": 2}
+    path, tokens = write_random(tmp_path / "float", name, 1, 0.1, **sizes, num_key_value_heads=2), list(range(40))
+    family = FAMILIES[name]
+    written = write_quantized(path, tmp_path / "int4", family, linears=INT8_LAYERS, group_size=32)
+    found, floats = (checkpoint.open_checkpoint(each, family) for each in (written, path))
+    config, weights = checkpoint.load(found)
+    at_start = checkpoint.load(floats, layers=floats.expected.quantized(INT8_LAYERS, 32))[1]
+    assert weights.keys() == at_start.keys()
+    assert all(torch.equal(x, weights[key]) for key, x in at_start.items())
+    expected = logits_of(Decoder(family, config, dequantized(weights), CpuOps()), tokens)
+    logits = logits_of(model_of(written), tokens)
+    assert_near(logits, expected, INT8_BOUND)
+    assert_near(logits_on_two_ranks(written, tokens), logits, INT8_BOUND)
+
+
+def test_the_adapter_of_drafts_is_copied(tmp_path: Path) -> None:
+    path, family = GOLDEN / "nemotron" / "model_b", FAMILIES["nemotron_labs_diffusion"]
+    written = write_quantized(path, tmp_path / "int8", family, linears=INT8_LAYERS)
+    assert any(name.endswith("_lora_a.weight") for name in model_of(written).weights)
+    assert (tmp_path / "int8" / "linear_spec_lora" / "adapter_config.json").is_file()
 
 
 def write_adapter(path: Path, model: Path, **settings: Any) -> dict[str, Tensor]:
@@ -383,7 +420,7 @@ def test_an_adapter_of_another_family_is_refused(tmp_path: Path, name: str, base
     with pytest.raises(CheckpointError, match=words):
         model_of(path, lora=tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=words):
-        write_int8(path, tmp_path / "int8", FAMILIES[name], int8=INT8_LAYERS, lora=tmp_path / "adapter")
+        write_quantized(path, tmp_path / "int8", FAMILIES[name], linears=INT8_LAYERS, lora=tmp_path / "adapter")
 
 
 def test_an_adapter_of_the_same_family_or_of_an_unknown_model_is_taken(tmp_path: Path) -> None:

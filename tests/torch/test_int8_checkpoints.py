@@ -27,7 +27,7 @@ from tests.torch.paging import randn
 from tests.torch.test_checkpoint import edit_json, read_all
 from tests.versions import compiles_steps
 
-ALL = EngineConfig(quantization="w8a8").int8_layers()
+ALL = EngineConfig(quantization="w8a8").quantized_layers()
 LAYER = "model.layers.0."
 DOWN, Q = f"{LAYER}mlp.down_proj", f"{LAYER}self_attn.q_proj"
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
@@ -88,14 +88,14 @@ def write_modelslim(source: Path, path: Path, change: Change = lambda *_: None, 
     return path
 
 
-def write_adapter(path: Path) -> Path:
+def write_adapter(path: Path, q: int = 32, hidden: int = 32, inner: int = 48) -> Path:
     """A random adapter of q_proj and down_proj of both layers."""
     path.mkdir()
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
     (path / "adapter_config.json").write_text(json.dumps(settings))
     tensors = {}
     for layer in range(2):
-        for name, (rows, columns) in {"self_attn.q_proj": (32, 32), "mlp.down_proj": (32, 48)}.items():
+        for name, (rows, columns) in {"self_attn.q_proj": (q, hidden), "mlp.down_proj": (hidden, inner)}.items():
             prefix = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{prefix}.lora_A.weight"] = randn(2, columns, seed=layer)
             tensors[f"{prefix}.lora_B.weight"] = randn(rows, 2, seed=layer + 2)
@@ -263,7 +263,7 @@ COMPRESSED: dict[str, tuple[Change, str]] = {
     "groups of inputs": (group("weights", strategy="group", group_size=32), "weights.strategy is 'group', expected"),
     "asymmetric": (group("input_activations", symmetric=False), "input_activations.symmetric is False, expected"),
     "float8": (group("weights", type="float"), "weights.type is 'float', expected 'int'"),
-    "packed format": (describe("format", "pack-quantized"), "quantization_config.format is 'pack-quantized'"),
+    "other format": (describe("format", "naive-quantized"), "quantization_config.format is 'naive-quantized'"),
     "KV cache": (describe("kv_cache_scheme", {"num_bits": 8}), "kv_cache_scheme is {'num_bits': 8}, expected none"),
     "targets": (lambda c, _: c["config_groups"]["group_0"].update(targets="Linear"), "targets is 'Linear', expected a"),
     "pattern": (describe("ignore", ["re:("]), r"quantization_config: '\(' is not a regular expression"),

@@ -18,7 +18,7 @@ from examples.kestrel.kestrel import FAMILY
 from lopa_ascend import LLM, checkpoint, register_family
 from lopa_ascend.backend.compiler import Eager
 from lopa_ascend.checkpoint import CheckpointError, open_adapter, open_checkpoint
-from lopa_ascend.checkpoint.write import write_int8
+from lopa_ascend.checkpoint.write import write_quantized
 from lopa_ascend.config import ConfigError
 from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.families import FAMILIES, Family, family_in, registry, sdar
@@ -43,7 +43,9 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def load(path: Path, family: Family = FAMILY, **options: Any) -> dict[str, Tensor]:
-    return checkpoint.load(open_checkpoint(path, family), **options)[1]
+    found = open_checkpoint(path, family)
+    layers = found.expected.quantized(options.pop("int8", ()))
+    return checkpoint.load(found, layers=layers, **options)[1]
 
 
 def answer(path: Path, **options: Any) -> tuple[tuple[int, ...], LLM]:
@@ -72,7 +74,7 @@ def test_it_is_split_and_quantised(path: Path, tmp_path: Path, size: int) -> Non
             expected, found = load(MODEL, sdar.FAMILY, **options), load(path, **options)
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], x) for name, x in expected.items())
-    written = write_int8(path, tmp_path / "int8", FAMILY, int8=INT8_LAYERS)
+    written = write_quantized(path, tmp_path / "int8", FAMILY, linears=INT8_LAYERS)
     assert json.loads((written / "config.json").read_text())["quantization_config"]["ignore"] == ["head"]
     assert same(load(written), load(path, int8=INT8_LAYERS))
 

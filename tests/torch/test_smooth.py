@@ -25,7 +25,7 @@ from tests.dream_checkpoint import load, open_checkpoint, write_int8
 from tests.tiny import write_dream, write_tokenizer
 from tests.torch.paging import randn
 
-ALL = EngineConfig(quantization="w8a8").int8_layers()
+ALL = EngineConfig(quantization="w8a8").quantized_layers()
 TEXTS = [("hello", "the answer"), ("the answer and hello", "")]
 LAYER = "model.layers.1."
 
@@ -50,7 +50,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folded(path: Path, out: Path, int8: frozenset[str] = ALL) -> tuple[Path, dict[str, Tensor]]:
     """A float copy of a checkpoint with the factors in it, and the factors."""
     checkpoint = open_checkpoint(path)
-    weights = smoothed_weights(checkpoint.expected, checkpoint.expected.int8_modules(int8))
+    weights = smoothed_weights(checkpoint.expected, checkpoint.expected.quantized(int8).modules)
     factors = choose_factors(checkpoint.tensors(), largest_inputs(LLM(path), TEXTS), weights)
     out.mkdir()
     for file in path.iterdir():
@@ -101,7 +101,7 @@ def test_folded_factors_change_no_bit_of_the_float_model(dtype: torch.dtype, tmp
 
 
 def test_excluded_layers_and_what_is_before_them_stay_as_they_are(path: Path, tmp_path: Path) -> None:
-    int8 = EngineConfig(quantization="w8a8", quantization_exclude=("down_proj", "qkv_proj")).int8_layers()
+    int8 = EngineConfig(quantization="w8a8", quantization_exclude=("down_proj", "qkv_proj")).quantized_layers()
     out, factors = folded(path, tmp_path / "out", int8)
     assert {name.split(".", 3)[3] for name in factors} == {"post_attention_layernorm.weight"}
     before, after = load_file(str(path / "model.safetensors")), load_file(str(out / "model.safetensors"))
@@ -124,7 +124,7 @@ def test_factors_are_powers_of_two_near_those_of_smoothquant() -> None:
 def test_factors_that_float16_cannot_hold_are_folded_into_it(path: Path) -> None:
     layer, norm = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.post_attention_layernorm.weight"
     expected = open_checkpoint(path).expected
-    weights = smoothed_weights(expected, expected.int8_modules(["gate_up_proj"]))
+    weights = smoothed_weights(expected, expected.quantized(["gate_up_proj"]).modules)
     factors = {norm: torch.tensor([2.0**16, 2.0**-16])}
     weight = torch.tensor([[0.25, 32768.0]], dtype=torch.float16)
     gains = torch.tensor([1024.0, 0.5], dtype=torch.float16)

@@ -482,7 +482,7 @@ def test_families_have_blocks_and_what_their_config_leaves_out() -> None:
                 "hidden_act": "gelu",
                 "layer_types": ["sliding_attention"] * 2,
                 "mlp_bias": True,
-                "quantization_config": {"quant_method": "gptq"},
+                "quantization_config": {"quant_method": "bitsandbytes"},
                 "rope_scaling": {"type": "yarn"},
                 "use_sliding_window": True,
             }.items()
@@ -559,7 +559,7 @@ SCALED = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0}
             "rope_parameters has the field 'factor', expected none but rope_theta, ",
         ),
         ("pangu", {"rope_scaling": SCALED}, "rope_scaling is "),
-        ("pangu", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is "),
+        ("pangu", {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config is "),
         ("pangu", {"sliding_window": 4096}, "sliding_window is 4096"),
         ("pangu", {"bias": "yes"}, "bias is 'yes', expected true or false"),
         ("pangu", {"mask_token_id": ...}, "mask_token_id is 45830, expected a token id below vocab_size 176"),

@@ -158,7 +158,8 @@ def test_what_cannot_be_served_is_refused_before_its_weights_come(use, demo: Hel
         ("cpu", 200, {"dtype": "float32"}, "and 200.0 GiB are free; choose dtype bfloat16, which takes 14"),
         ("cpu", 100, {}, "choose quantization w8a8, which takes "),
         ("cpu", 79, {"dtype": "float32"}, "choose dtype bfloat16 and quantization w8a8, which takes 75.4 GiB"),
-        ("cpu", 24, {}, "; nor does it with quantization w8a8: 75.4 GiB"),
+        ("cpu", 60, {}, "choose quantization w4a8, which takes 50.9 GiB"),
+        ("cpu", 24, {}, "; nor does it with quantization w4a8: 50.9 GiB"),
         ("cpu", 24, {"graph_mode": "inductor"}, " take 140.8 GiB, and 24.0 GiB are free"),
         ("cuda", 80, {}, "choose quantization w8a8, which takes 75.4 GiB"),
         ("cpu", 24, {"tensor_parallel_size": 3}, "3 does not split this model evenly; choose one of 1, 2, "),
@@ -177,6 +178,18 @@ def test_what_does_not_fit(use, large: HeldRepository, monkeypatch, capfd, devic
         assert "400.0 GiB are free" in capfd.readouterr().err
     else:
         assert words in told
+
+
+def test_int4_is_known_before_weights_come(use, large: HeldRepository, monkeypatch) -> None:
+    monkeypatch.setattr(fit, "_free_memory", lambda engine: GIB)
+    file = large.folder / "config.json"
+    values = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": values}))
+    with running_hub(model=large) as hub:
+        use(hub)
+        assert "device cuda has no kernels; choose device cpu, or a bfloat16 or W8A8" in refusal(device="cuda")
+        assert "GiB (bfloat16 and int4), KV pages" in refusal()
+        assert hub.downloaded() == ["config.json", "model.safetensors.index.json"]
 
 
 def test_the_free_memory_is_that_of_the_machine(use, large: HeldRepository, monkeypatch) -> None:
