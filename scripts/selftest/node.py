@@ -23,6 +23,7 @@ from scripts.selftest.cases import ASKED_SUMS
 from scripts.selftest.exchanges import EXCHANGES, collectives_case, exchanges_case
 from scripts.selftest.findings import (
     REFUSALS,
+    SIZES,
     Finding,
     announce,
     announce_verdict,
@@ -49,6 +50,10 @@ VARIABLES = ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "CPU_AFFINITY_CONF", *np
 """Environment variables that the report names."""
 ALL_REDUCES = "all-reduces between the ranks"
 """Name of the finding where they are refused. Without them no options are left."""
+SUMS_ADVICE = (
+    "if the times of all-reduces below say that it is faster, set LOPA_TP_EXPANSION_MODE=AIV_ONLY with --deterministic"
+)
+LEAST_AND_MOST = (SIZES[0], SIZES[-1])
 ASKED_SECONDS = 60
 """After which HCCL gives up a sum that the last question asks for."""
 
@@ -184,7 +189,8 @@ def examine_groups(
 def ask_vector_cores(
     mesh: Mesh, device: torch.device, findings: Sequence[Finding], repeats: int
 ) -> tuple[dict[str, dict[int, float]], Finding]:
-    """Times the sums of a communicator that may not leave the vector cores (HCCL's AIV_ONLY). The engine has none such.
+    """Tries and times the sums of a communicator that may not leave the vector cores (HCCL's AIV_ONLY). The engine has
+    one if a variable says so.
 
     Large sums leave them otherwise, and the answer tells what that costs. A device may hang, so this comes last.
     """
@@ -198,14 +204,22 @@ def ask_vector_cores(
         made = dist.new_subgroups_by_enumeration(grid.tolist(), pg_options=asked)
         group: dist.ProcessGroup = made[0]
         alone = Group(mesh.tp.rank, mesh.tp.size, group)
+        is_right = sums_are_right(alone, device)
         times = {"tp, vector cores alone, captured": captured_latencies(alone, device, repeats)}
     except (RankError, *REFUSALS) as error:
         times, message = {}, shortened(error)
     else:
-        message = "taken; the times of all-reduces below tell whether it is faster"
+        message = f"right; {SUMS_ADVICE}" if is_right else "the sums are WRONG"
     finding = Finding(ASKED_SUMS, "asked", message=message)
     announce_verdict(finding)
     return times, finding
+
+
+def sums_are_right(group: Group, device: torch.device) -> bool:
+    """Whether the smallest and the largest sum that is timed is exact: rank r gives 2 ** r. All ranks must call it."""
+    given = [torch.full((size // 2,), 2.0**group.rank, dtype=torch.bfloat16, device=device) for size in LEAST_AND_MOST]
+    sums = [group.all_reduce(x, "self-test") for x in given]
+    return all(bool((found == 2.0**group.size - 1).all()) for found in sums)
 
 
 def vector_cores_alone(backend: str) -> Any:
