@@ -120,6 +120,18 @@ class Experts:
     """Float32 [E, hidden]."""
 
 
+class Int4Weight(NamedTuple):
+    """The weight of a linear layer in groups of G = 32, 64 or 128 inputs: w[o, i] = (code - zero) * scale of its group.
+    These are the forms that ``Ops.stored_int4`` takes; what it returns may hold the same in an order of its own."""
+
+    codes: Tensor
+    """Two codes 0..15 a byte, the even input in the low four bits: uint8 [out, in / 2]."""
+    scale: Tensor
+    """Float32 [out, in / G]."""
+    zero: Tensor | None
+    """The code that means 0, uint8 [out, in / G]; None: it is 8 everywhere."""
+
+
 class Ops(Protocol):
     """The fused ops of one device. ``backend/cpu/definition.py`` defines what each of them computes."""
 
@@ -188,6 +200,26 @@ class Ops(Protocol):
             scale: of each row of ``codes``, float32 [T].
             weight: what ``stored`` or ``packed`` returned for the int8 weight [out, in].
             weight_scale: of each output, float32 [out].
+            bias: [out].
+        """
+        ...
+
+    def stored_int4(self, weight: Int4Weight) -> Int4Weight:
+        """An int4 weight in the layout that ``int4_linear`` of this device takes."""
+        ...
+
+    def int4_linear(
+        self, codes: Tensor, scale: Tensor, weight: Int4Weight, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """A linear layer of int8 activations and an int4 weight -> [T, out] of ``dtype``.
+
+        The products of a group are summed exactly, and rounded to float32. Times the scale of the group they are added
+        up, group after group; each operation is rounded to float32. The result of a row does not depend on the others.
+
+        Args:
+            codes: int8 [T, in].
+            scale: of each row of ``codes``, float32 [T].
+            weight: what ``stored_int4`` returned.
             bias: [out].
         """
         ...

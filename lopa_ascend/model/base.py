@@ -12,6 +12,7 @@ from torch import Tensor
 from lopa_ascend.backend.interface import Entries, Ops
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.families import Family
+from lopa_ascend.families.table import SCALE, ZERO
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.types import ModelProperties, Traffic
 
@@ -84,8 +85,9 @@ class Model(Protocol):
 
 def settle(model: Model) -> str:
     """Gives a model's linear layers to ``Ops.settle``, and returns what it says."""
-    tensors = [w[0] if w.dim() == 3 else w for w in (*model.weights.values(), model.head)]  # experts have one shape
-    return model.ops.settle(w for w in tensors if w.dim() == 2 and (w.is_floating_point() or w.dtype == torch.int8))
+    weights = [w for name, w in model.weights.items() if not name.endswith((SCALE, ZERO))]
+    tensors = [w[0] if w.dim() == 3 else w for w in (*weights, model.head)]  # experts have one shape
+    return model.ops.settle(w for w in tensors if w.dim() == 2)
 
 
 class SplitModel(Model, Protocol):

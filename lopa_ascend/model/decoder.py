@@ -3,6 +3,7 @@
 A family lists its weights; which of them there are decides what a layer computes: biases, norms of queries and keys, or
 experts in place of the MLP, beside one that all tokens take. Any of the linear layers of a layer may be int8;
 it then has a ``weight_scale`` of each output beside its ``weight``, and its activations are quantised when it runs.
+An int4 one has a scale of each output and group of inputs, and perhaps a ``weight_zero``; its activations are int8 too.
 
 Under tensor parallelism a rank holds its heads of qkv, the matching columns of o, its part of the MLP, and its part of
 the LM head, padded to the same size on every rank. The ranks sum twice a layer, after o and after down. Each holds the
@@ -18,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lopa_ascend.backend.interface import Experts, Ops
+from lopa_ascend.backend.interface import Experts, Int4Weight, Ops
 from lopa_ascend.config import ExpertsConfig, ModelConfig, YarnConfig
 from lopa_ascend.families import Family, Row
-from lopa_ascend.families.table import DRAFTS, LORA_A, LORA_B, SCALE
+from lopa_ascend.families.table import DRAFTS, LORA_A, LORA_B, SCALE, ZERO
 from lopa_ascend.model.base import Caches, ForwardInputs
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.types import Traffic
@@ -54,6 +55,8 @@ class Decoder:
         own = {name: self._stored(name, weights.pop(name), rows) for name in list(weights)}
         embed = own["embed.weight"]
         self.weights: Mapping[str, Tensor] = own
+        int4 = [name for name, weight in own.items() if weight.dtype == torch.uint8 and not name.endswith(ZERO)]
+        self._int4 = {name: self._stored_int4(name, own) for name in int4}
         self._norms_heads = "layers.0.q_norm.weight" in own
         self._has_draft_weights = any(f"layers.0.o{end}.weight" in own for end in (DRAFTS, LORA_A))
         is_tied = config.tie_word_embeddings
@@ -69,8 +72,8 @@ class Decoder:
         """A tensor in the form in which the ops read it. ``rows``: by our name, of all but scales and an adapter."""
         if name.removesuffix(".weight").endswith((LORA_A, LORA_B)):
             return self.ops.packed(self.ops.stored(weight))
-        is_scale = name not in rows
-        row = rows[name.removesuffix(SCALE) if is_scale else name]
+        is_scale = name not in rows  # or a zero
+        row = rows[name.removesuffix(SCALE).removesuffix(ZERO)]
         if row.is_summed and self.tp.rank:
             weight.zero_()
         weight = self._with_halves(name, weight)
@@ -80,7 +83,17 @@ class Decoder:
             assert self.config.experts is not None
             of_experts = weight.unflatten(0, (self.config.experts.num_experts, -1))
             return of_experts if is_scale else self.ops.stored_experts(of_experts)
-        return weight if is_scale or row.linear is None else self.ops.packed(self.ops.stored(weight))
+        if is_scale or row.linear is None or weight.dtype == torch.uint8:  # int4, which is stored with its scales
+            return weight
+        return self.ops.packed(self.ops.stored(weight))
+
+    def _stored_int4(self, name: str, own: dict[str, Tensor]) -> Int4Weight:
+        """An int4 weight in the form in which the ops read it, which takes the places of its tensors."""
+        stored = self.ops.stored_int4(Int4Weight(own[name], own[name + SCALE], own.get(name + ZERO)))
+        own |= {name: stored.codes, name + SCALE: stored.scale}
+        if stored.zero is not None:
+            own[name + ZERO] = stored.zero
+        return stored
 
     def _with_halves(self, name: str, weight: Tensor) -> Tensor:
         """A tensor of a layer with rows in the order of ``Ops.rope``: it rotates the pairs (x[i], x[i + head_dim / 2]),
@@ -244,17 +257,20 @@ class Decoder:
         return self.ops.swiglu_quant(gate_up) if self._is_int8(reader) else self.ops.swiglu(gate_up)
 
     def _is_int8(self, name: str) -> bool:
-        """Whether a linear layer is int8."""
+        """Whether a linear layer takes int8 activations."""
         return name + ".weight_scale" in self.weights
 
     def _linear(self, x: Rows, name: str) -> Tensor:
-        """A linear layer of this rank; if it is int8, with activations that were quantised before or are here."""
+        """A linear layer of this rank; if it is int8 or int4, its activations were quantised before or are here."""
         weight, bias = self.weights[name + ".weight"], self.weights.get(name + ".bias")
         weight_scale = self.weights.get(name + ".weight_scale")
         if weight_scale is None:
             assert isinstance(x, Tensor)
             return self.ops.linear(x, weight, bias)
         codes, scale = self.ops.quantize(x) if isinstance(x, Tensor) else x
+        int4 = self._int4.get(name + ".weight")
+        if int4 is not None:
+            return self.ops.int4_linear(codes, scale, int4, bias, self.head.dtype)
         return self.ops.quant_linear(codes, scale, weight, weight_scale, bias, self.head.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:

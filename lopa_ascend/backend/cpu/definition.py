@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.interface import Entries, Experts
+from lopa_ascend.backend.interface import Entries, Experts, Int4Weight
 
 
 def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
@@ -72,6 +72,20 @@ def quant_linear(
     """codes [T, in] times the transpose of weight [out, in], both int8, summed in int32; times both scales, plus bias
     [out] -> [T, out]."""
     product = (codes.int() @ weight.int().T).float() * weight_scale * scale[:, None]
+    return (product if bias is None else product + bias.float()).to(dtype)
+
+
+def int4_linear(codes: Tensor, scale: Tensor, weight: Int4Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """codes int8 [T, in] times the transpose of an int4 weight [out, in]: the sums of each group, times its scale,
+    added up in the order of the groups; times the scales of the rows [T], plus bias [out] -> [T, out]."""
+    outputs, num_groups = weight.scale.shape
+    unpacked = torch.stack([weight.codes & 15, weight.codes >> 4], -1).view(outputs, num_groups, -1).int()
+    zero = torch.full(weight.scale.shape, 8) if weight.zero is None else weight.zero
+    centered = unpacked - zero.int()[:, :, None]
+    product = torch.zeros(len(codes), outputs)
+    for group, part in enumerate(codes.int().chunk(num_groups, 1)):
+        product += (part @ centered[:, group].T).float() * weight.scale[:, group]
+    product *= scale[:, None]
     return (product if bias is None else product + bias.float()).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Products of int8 activations with int8 weights, in exact integers.
+"""Products of int8 activations with int8 and int4 weights, in exact integers.
 
 Integer sums do not depend on their order, so every way to compute them gives the same bits, and no row depends on the
 rows around it. Which way is fast depends on the processor:
@@ -15,11 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lopa_ascend.backend.cpu.processor import has_int8_instructions
+from lopa_ascend.backend.interface import Int4Weight
 
 EXACT_TERMS = 1024
 """Products whose sum float32 holds exactly in any order: 1024 * 127 * 128 < 2^24, and no activation is -128."""
 PIECE_ROWS = 1024
 """Rows of a weight that are converted to float32 at a time, so that they stay in the cache."""
+INT4_PIECE_ROWS = 128
+"""The same of an int4 weight, whose products have a group more than those of an int8 one."""
 SIGN_BIT = -128
 """The bit that int8 and uint8 read differently: flipping it adds 128 to a number of int8, as uint8."""
 TRIAL_ROWS = 64
@@ -48,6 +51,22 @@ def multiply_float32(codes: Tensor, weight: Tensor) -> Tensor:
             terms = slice(begin, begin + EXACT_TERMS)
             total[:, rows] += F.linear(wide[:, terms], weight[rows, terms].float()).int()
     return total.float()
+
+
+def multiply_int4(codes: Tensor, weight: Int4Weight) -> Tensor:
+    """int8 codes [T, in] times the transpose of an int4 weight that is not packed -> float32 [T, out]: the exact sums
+    of each group, times its scale, added up in the order of the groups."""
+    groups: Tensor = codes.float().unflatten(1, (weight.scale.shape[1], -1)).transpose(0, 1)  # [groups, T, G]
+    total = torch.zeros(len(codes), len(weight.scale))
+    for first in range(0, len(weight.scale), INT4_PIECE_ROWS):
+        piece = slice(first, first + INT4_PIECE_ROWS)
+        nibbles = torch.stack([weight.codes[piece] & 15, weight.codes[piece] >> 4], -1).float()
+        centered = nibbles.view(*weight.scale[piece].shape, -1)
+        centered -= 8 if weight.zero is None else weight.zero[piece].float()[:, :, None]
+        sums = torch.bmm(groups, centered.permute(1, 2, 0)).mul_(weight.scale[piece].t()[:, None])
+        for part in sums:
+            total[:, piece] += part
+    return total
 
 
 def pack_int8(weight: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ from lopa_ascend.backend.cpu import attention_op
 from lopa_ascend.backend.cpu.activation import silu
 from lopa_ascend.backend.cpu.attention import plan_attention, planned_attention
 from lopa_ascend.backend.cpu.experts import by_expert, call_moe, combined, route
-from lopa_ascend.backend.cpu.int8 import multiply_int8, pack_int8, packs_exactly
+from lopa_ascend.backend.cpu.int8 import multiply_int4, multiply_int8, pack_int8, packs_exactly
 from lopa_ascend.backend.cpu.processor import emulated_dtypes, packed_dtypes
 from lopa_ascend.backend.cpu.products import Products, pack
-from lopa_ascend.backend.interface import Entries, Experts
+from lopa_ascend.backend.interface import Entries, Experts, Int4Weight
 
 
 def keep_freed_memory() -> None:
@@ -85,6 +85,8 @@ class CpuOps:
         ways = {"packed int8" if weight.is_mkldnn else "float32" for weight in matrices if weight.dtype == torch.int8}
         if ways:
             found += f"; int8 weights are multiplied exactly, by {' and '.join(sorted(ways))} products"
+        if any(weight.dtype == torch.uint8 for weight in matrices):
+            found += "; int4 weights are multiplied exactly within a group, by float32 products"
         return found
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,6 +104,15 @@ class CpuOps:
     ) -> Tensor:
         # Each operation rounds once, as in `rope`.
         out = multiply_int8(codes, weight).mul_(weight_scale).mul_(scale[:, None])
+        return (out if bias is None else out.add_(bias.float())).to(dtype)
+
+    def stored_int4(self, weight: Int4Weight) -> Int4Weight:
+        return weight
+
+    def int4_linear(
+        self, codes: Tensor, scale: Tensor, weight: Int4Weight, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        out = multiply_int4(codes, weight).mul_(scale[:, None])
         return (out if bias is None else out.add_(bias.float())).to(dtype)
 
     def stored_experts(self, weight: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from lopa_ascend.backend.cuda import kernels
-from lopa_ascend.backend.interface import Entries, Experts, RowStats
+from lopa_ascend.backend.interface import Entries, Experts, Int4Weight, RowStats
 
 SWIGLU_COLUMNS = 1024
 """Columns of a program of SwiGLU."""
@@ -76,6 +76,14 @@ class CudaOps:
 
     def packed(self, weight: Tensor) -> Tensor:
         return weight
+
+    def stored_int4(self, weight: Int4Weight) -> Int4Weight:
+        raise NotImplementedError("int4 weights are refused before they are read")
+
+    def int4_linear(
+        self, codes: Tensor, scale: Tensor, weight: Int4Weight, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        raise NotImplementedError("int4 weights are refused before they are read")
 
     def stored_experts(self, weight: Tensor) -> Tensor:
         raise NotImplementedError("models with experts are refused before their weights are read")

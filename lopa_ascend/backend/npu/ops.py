@@ -21,7 +21,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from lopa_ascend.backend.interface import Entries, Experts
+from lopa_ascend.backend.interface import Entries, Experts, Int4Weight
 from lopa_ascend.config import ATTENTION_LAYOUTS
 
 npu = torch.ops.npu
@@ -102,6 +102,14 @@ class NpuOps:
             codes, weight, weight_scale, pertoken_scale=scale, bias=bias, output_dtype=dtype
         )
         return product
+
+    def stored_int4(self, weight: Int4Weight) -> Int4Weight:
+        raise NotImplementedError("int4 weights are refused before they are read")
+
+    def int4_linear(
+        self, codes: Tensor, scale: Tensor, weight: Int4Weight, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        raise NotImplementedError("int4 weights are refused before they are read")
 
     def stored_experts(self, weight: Tensor) -> Tensor:
         return weight.mT.contiguous()
