@@ -79,12 +79,6 @@ def test_golden_traces_of_causal_models(case: str, layout: str) -> None:
         assert found.run(llm) is None
 
 
-def test_int8_experts_are_refused() -> None:
-    path = golden.FOLDER / "models" / "llada2" / "model_a"
-    with pytest.raises(ParameterError, match="'w8a8' does not go with device npu for the mixture of experts"):
-        LLM(path, device="npu", graph_mode="eager", dtype="bfloat16", quantization="w8a8")
-
-
 @pytest.mark.slow  # the golden tokens show that the device computes what the CPU does
 @pytest.mark.parametrize("count", [8, 50])
 def test_the_bundled_model_solves_as_many_problems_as_on_the_cpu(

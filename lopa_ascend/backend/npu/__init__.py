@@ -69,9 +69,6 @@ class Npu(Device):
         return NpuOps(attention_layout=config.attention_layout)
 
     def check_model(self, config: EngineConfig, model: ModelConfig, path: Path, *, has_int8: bool) -> Sequence[str]:
-        if model.experts is not None and has_int8:
-            message = f"'w8a8' does not go with device npu for the mixture of experts of {path}; leave it out"
-            raise ParameterError("quantization", message)
         if model.experts is not None and (size := model.experts.num_experts // model.experts.num_groups) <= MIN_GROUP:
             found = f"{path}: groups of {size} experts (num_experts / n_group)"
             raise ParameterError("model", f"{found} are too small for device npu, which takes more than {MIN_GROUP}")
