@@ -43,6 +43,7 @@ from scripts.selftest.findings import (
     slowest,
 )
 from scripts.selftest.parts import captured_latencies, part_times
+from scripts.selftest.speed import FEW
 from scripts.selftest.updates import CALLS as UPDATED_CALLS
 from scripts.selftest.updates import fastest_queue, times_by_queue
 
@@ -86,6 +87,7 @@ def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any
         "updates_us": updates,
         "parts": parts,
         "options": options(findings),
+        "layout_of_few": chosen_layout(findings, FEW),
     }
     mesh.close()
     return report, findings, mesh.rank
@@ -297,8 +299,8 @@ def report_text(report: dict[str, Any], findings: Sequence[Finding]) -> str:
         if finding.ranks:
             lines.append(f"{'':9s}on ranks {', '.join(map(str, finding.ranks))}")
     lines.append("")
-    for layout, by_length in report["attention_us"].items():
-        lines.append(f"attention, {layout}: " + ", ".join(f"{keys} keys {us:.1f} us" for keys, us in by_length.items()))
+    for layout, by_case in report["attention_us"].items():
+        lines.append(f"attention, {layout}: " + "; ".join(f"{name} {us:.1f} us" for name, us in by_case.items()))
     for group, times in report["all_reduce_us"].items():
         lines.append(f"all-reduce, {group} groups: " + ", ".join(f"{n} B {us:.0f} us" for n, us in times.items()))
     if not report["all_reduce_us"]:
@@ -312,5 +314,8 @@ def report_text(report: dict[str, Any], findings: Sequence[Finding]) -> str:
         lines.append(f"host of a replay, {UPDATED_CALLS} KV lengths, {npu_environment.TASK_QUEUE}={queue}: {by_kind}")
     if fastest := fastest_queue(report["updates_us"]):
         lines.append(f"environment for the server: {npu_environment.TASK_QUEUE}={fastest}")
+    few = report["layout_of_few"]
+    if few and report["options"] and f" {few} " not in report["options"]:
+        lines.append(f"for one or two sequences at a time: --attention-layout {few}")
     chosen = report["options"] or "none: see above what was refused or wrong"
     return "\n".join([*lines, f"options for the server: {chosen}"])

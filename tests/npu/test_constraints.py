@@ -96,7 +96,7 @@ ATTENTION: Calls = {
 LIFTED_ATTENTION: Calls = {
     "float32": ("bfloat16 alone", FLOATS),
     "float32 in BSH": ("float16 or bfloat16", BSH | FLOATS | {"query": BSH["query"].float()}),
-    "small heads": ("128 or 192", SMALL_HEADS),
+    "small heads": ("16 to 256 in steps", SMALL_HEADS),
     "heads that are no multiple of 16": ("multiple of 16", BSH | SMALL_HEADS | {"query": zeros(2, 20, 14 * 8)}),
 }
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 MIN_GROUP = 2
 """The kernel of routing takes groups of more experts than these."""
-TND_HEADS = (128, 192)
-"""Elements of the heads that attention takes in the layouts TND and TND16."""
+TND_HEADS = range(16, 257, 16)
+"""Elements of the heads that attention takes in the layouts TND and TND16 by its source (ops-transformer, the tiling of
+fused_infer_attention_score); its documents name 128 and 192."""
 
 
 class Npu(Device):
@@ -119,10 +120,9 @@ def _doubts(attention_layout: str, model: ModelConfig) -> Iterator[str]:
     if model.dtype == "float32":
         yield "attention on an NPU takes no float32; choose dtype bfloat16"
     if attention_layout != "BSH" and model.head_dim not in TND_HEADS:
-        yield (
-            f"attention_layout {attention_layout} takes heads of {' or '.join(map(str, TND_HEADS))} elements; this "
-            f"model has heads of {model.head_dim}, so choose BSH"
-        )
+        sizes = f"{TND_HEADS[0]} to {TND_HEADS[-1]} elements, in steps of {TND_HEADS.step}"
+        found = f"this model has heads of {model.head_dim}, so choose BSH"
+        yield f"attention_layout {attention_layout} takes heads of {sizes}; {found}"
 
 
 DEVICE = Npu()

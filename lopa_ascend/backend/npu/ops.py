@@ -7,7 +7,7 @@ Three things that the kernels need:
   the cache.
 - The positions of a write must be distinct and inside the cache: the kernel does not check them, and writes to wherever
   they point. Padding rows of a bucket are written too, so the caller gives them positions in pages that belong to no
-  sequence, another one for each padding row.
+  sequence, another one for each padding row. (vllm-ascend's tests have -1 skipped, which the documents exclude.)
 - By its documents, the attention kernel needs a cache with at least as many pages as the page tables of its entries
   have places. If all page tables together have more, several kernels take the entries one group after the other.
 """
