@@ -140,6 +140,15 @@ class EngineConfig:
         group=Section.RANKS,
         metavar="SECONDS",
     )
+    check_answers: str | None = declare(
+        None,
+        AnyText(),
+        "file of prompts with the tokens that a CPU answered (`python -m scripts.eval answers` writes it); an engine "
+        "that answers otherwise does not start",
+        group=Section.MODEL,
+        metavar="FILE",
+        default_text="nothing is compared",
+    )
     profile_dir: str | None = declare(
         None,
         AnyText(),

@@ -22,6 +22,7 @@ from lopa_ascend.backend.memory import is_out_of_memory
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.config.kinds import format_size
 from lopa_ascend.core import Request, Result, Sequence, Step
+from lopa_ascend.engine.answers import Answer
 from lopa_ascend.engine.commands import Abort, Admit, StartProfile, StopProfile
 from lopa_ascend.engine.leader import Leader, Order, end_processes
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, prepare, request_limits
@@ -65,6 +66,7 @@ class Engine:
     the same updates.
 
     Attributes:
+        answers: what this model must answer before it serves.
         limits: what a request may ask for.
         model_name: the name of the model's directory, or "demo".
         kv_cache_memory: bytes of the KV pool on this rank.
@@ -91,6 +93,7 @@ class Engine:
         self.config, self.mesh = config, mesh or Mesh()
         self.model_name = model_name(config)
         prepared = self._prepare()
+        self.answers = self._share(prepared.answers)
         model = prepared.model_source.load(prepared.ops, self.mesh.tp, prepared.max_model_len)
         self.model_config = replace(model.config, eos_token_ids=prepared.eos_token_ids)
         self._linear = settle(model)
@@ -118,7 +121,9 @@ class Engine:
         self._digests = {"who takes part": 0, "the page tables": 0, "what was decided": 0}
         """Of all that was planned and decided since the start; equal on all ranks."""
         # Without the settings that may differ between machines.
-        shared = replace(config, model=None, lora=None, threads=None, graph_cache=None, profile_dir=None)
+        shared = replace(
+            config, model=None, lora=None, threads=None, graph_cache=None, profile_dir=None, check_answers=None
+        )
         self.mesh.check_agreement(
             0, {"its configuration": shared, "its model": self.model_config, "its limits": self.limits}
         )
@@ -139,6 +144,13 @@ class Engine:
         self.mesh.raise_together(refusal)
         assert prepared is not None
         return prepared
+
+    def _share(self, answers: tuple[Answer, ...]) -> tuple[Answer, ...]:
+        """Those of rank 0, which alone has read them."""
+        if self.config.check_answers is None:
+            return ()
+        texts = self.mesh.all_gather_text("answers", msgspec.json.encode(answers).decode())
+        return msgspec.json.decode(texts[0], type=tuple[Answer, ...])
 
     def _make_pool(self, model: Model, prepared: Prepared) -> tuple[KVPool, int]:
         """The KV pool, which has the same number of pages on every rank, and the bytes of a page.

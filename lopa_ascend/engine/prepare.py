@@ -13,6 +13,7 @@ from lopa_ascend.backend.interface import Ops
 from lopa_ascend.checkpoint import with_dtype
 from lopa_ascend.config import DecodingParams, EngineConfig, Limits, ModelConfig, ParameterError
 from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.engine.answers import Answer, read_answers
 from lopa_ascend.engine.models import ModelSource, open_model
 from lopa_ascend.families import FAMILIES
 from lopa_ascend.graph.setup import GraphPlan, plan_graphs
@@ -46,6 +47,8 @@ class Prepared:
     """Tokens that a rank computes in a step, at most."""
     graph_plan: GraphPlan | None
     """None in eager mode."""
+    answers: tuple[Answer, ...]
+    """On rank 0 those of the configured file."""
 
 
 def model_path(config: EngineConfig) -> Path:
@@ -71,6 +74,7 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     model_source = open_model(path, config, ops.device)
     model = model_source.config
     config.check_split(model)
+    answers = read_answers(config, path, model) if mesh.rank == 0 else ()
     tokenizer, eos_token_ids = load_vocabulary(path, model.vocab_size), model.eos_token_ids
     if tokenizer is not None:
         check_special_ids(tokenizer, path, model.mask_token_id, eos_token_ids)
@@ -90,7 +94,15 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
         properties = model_source.properties
         graph_plan = plan_graphs(config, identity, properties, max_model_len, max_num_batched_tokens, ops.max_queries)
     return Prepared(
-        model_source, ops, tokenizer, num_token_ids, eos_token_ids, max_model_len, max_num_batched_tokens, graph_plan
+        model_source,
+        ops,
+        tokenizer,
+        num_token_ids,
+        eos_token_ids,
+        max_model_len,
+        max_num_batched_tokens,
+        graph_plan,
+        answers,
     )
 
 

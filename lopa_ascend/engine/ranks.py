@@ -8,6 +8,7 @@ from types import TracebackType
 
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.core import Request
+from lopa_ascend.engine.answers import check_answers
 from lopa_ascend.engine.commands import Abort, Admit, Command, StartProfile, StopProfile
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.engine.leader import Order, end_processes, receive_message
@@ -71,10 +72,10 @@ def start_engine(config: EngineConfig) -> Engine:
         Exception: whatever `Engine` raises.
     """
     if config.world_size == 1:
-        return Engine(config)
+        return _checked(Engine(config))
     if rank_in_environment() is None:
         return start_local_ranks(config)
-    return make_engine(config, Mesh.join(config, Rendezvous.from_environment(), _ignore_failure))
+    return _checked(make_engine(config, Mesh.join(config, Rendezvous.from_environment(), _ignore_failure)))
 
 
 def lead(config: EngineConfig, on_failure: Callable[[str], None]) -> Engine:
@@ -89,10 +90,10 @@ def lead(config: EngineConfig, on_failure: Callable[[str], None]) -> Engine:
         Exception: whatever `Engine` raises.
     """
     if config.world_size == 1:
-        return Engine(config)
+        return _checked(Engine(config))
     engine = make_engine(config, Mesh.join(config, Rendezvous.from_environment(), on_failure))
     engine.lead()
-    return engine
+    return _checked(engine)
 
 
 def start_local_ranks(config: EngineConfig) -> Engine:
@@ -109,7 +110,17 @@ def start_local_ranks(config: EngineConfig) -> Engine:
         mesh = Mesh.join(config, rendezvous, followers.kill, store, followers.check)
         engine = make_engine(config, mesh)
         engine.lead(list(followers.processes.values()))
-        return engine
+        return _checked(engine)
+
+
+def _checked(engine: Engine) -> Engine:
+    """The engine, once it has repeated the configured answers; else it is closed."""
+    try:
+        check_answers(engine)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def _ignore_failure(message: str) -> None:

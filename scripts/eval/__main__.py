@@ -13,6 +13,7 @@ SUBCOMMANDS = {
     "tasks": "scores, TPF and AUP of a model on published tasks, through lm-eval",
     "paper-tables": "a table of the LoPA paper, with our numbers beside the published ones",
     "golden": "whether tokens and fills are those that published code was recorded with",
+    "answers": "writes the answers of a CPU, which a server repeats at start (--check-answers)",
     "quantize": "writes a checkpoint in W8A8",
     "make-checkpoint": "writes a random checkpoint of a family, to try it without its weights",
 }

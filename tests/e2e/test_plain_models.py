@@ -20,6 +20,7 @@ from lopa_ascend.config import EngineConfig, GraphParams
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.graph import setup
 from tests import golden
+from tests.e2e import test_check_answers as check
 from tests.e2e.batching import decisions, run
 from tests.e2e.conftest import running
 from tests.e2e.serving import events, installed
@@ -81,6 +82,14 @@ def test_golden_cases_in_eager_steps(model: str, tmp_path: Path) -> None:
     for kind, cases in BY_KIND.items():
         for case in cases if kind[0] == model else ():
             check_golden(llm, case)
+
+
+@pytest.mark.usefixtures("plain_registered")
+def test_answers_of_a_file_are_repeated(plain: Path, tmp_path: Path) -> None:
+    file = check.write(tmp_path, plain, "--decoding", "d2f", "--max-new-tokens", "6")
+    check.start(plain, file).close()
+    with pytest.raises(ParameterError, match="and on a CPU it was 8"):
+        check.start(plain, check.rewritten(file, tmp_path, check.at(0, token_ids=[8], exact=1)))
 
 
 @pytest.mark.usefixtures("plain_registered", "uncompiled")

@@ -11,8 +11,9 @@ from lopa_ascend.demo import DEMO_MODEL
 from scripts.bench.__main__ import main
 from scripts.bench.plan import devices
 from scripts.bench.plan.devices import DeviceError, load_device, parse_device
+from scripts.bench.plan.measured import Fit, Row, compare, fit
 from scripts.bench.plan.models import load_model
-from scripts.bench.plan.validate import read_paper, validate
+from scripts.bench.plan.validate import published_engine, read_paper, validate
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 
@@ -146,6 +147,39 @@ def test_the_page_has_the_rows_as_they_are_predicted():
             times = f"{span(rows, 'published_step_ms', 1)} ms"
             lines.append(f"| {title if model == 'Base' else ''} | {model} | {' | '.join(cells)} | {times} |")
     assert "\n".join(lines).replace("|  |", "| |") in PAGE.read_text()
+
+
+def test_the_page_has_the_engine_that_was_published_and_its_range_holds_every_row():
+    rows = published_engine()
+    assert len(rows) == 24
+    lines = []
+    for term in ("step", "host", "lengths", "prompt", "engine"):
+        cells = [span([row[end] for row in rows], term, 1) for end in ("fastest_ms", "slowest_ms")]
+        lines.append(" | ".join(low if low == high else cell for cell in cells for low, _, high in [cell.split()]))
+    page = PAGE.read_text()
+    assert all(f" | {line} |\n" in page for line in lines)
+    for row in rows:
+        assert row["fastest_ms"]["engine"] < row["published_step_ms"] < row["slowest_ms"]["engine"]
+        for end in (row["fastest_ms"], row["slowest_ms"]):
+            assert sum(end.values()) == pytest.approx(2 * end["engine"], abs=0.01)
+
+
+def test_measured_steps_of_others_lie_within_their_predictions():
+    found = compare()
+    page = PAGE.read_text()
+    for row in found["rows"]:
+        assert row["fastest_ms"] < row["step_ms"] < row["slowest_ms"]
+        assert abs(row["left_out_error"]) < 0.09
+        times = f"{row['step_ms']:.2f} | {row['fastest_ms']:.1f} to {row['slowest_ms']:.1f}"
+        assert f"| {times} | {100 * row['left_out_error']:+.0f} % |" in page
+    assert 0.7 < found["memory_efficiency"] < 0.8
+
+
+def test_a_fit_finds_what_rows_were_made_with():
+    made = Fit(0.72, 0.8)
+    rows = [Row(memory / 0.72 + 0.8 * fixed + 1, memory, fixed, 1) for memory, fixed in ((9, 3), (5, 3), (4, 4))]
+    assert fit(rows) == pytest.approx(made)
+    assert made.error(rows[0]._replace(step=2 * rows[0].step)) == pytest.approx(-0.5)
 
 
 def span(rows: list[dict[str, Any]], name: str, digits: int) -> str:

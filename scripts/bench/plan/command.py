@@ -5,7 +5,7 @@
     bench plan --dies 16 --tp 4                         the best (bp, k) with tp 4
     bench plan --dies 16 --requests 64 --json           the same for 64 requests, as JSON
     bench plan --device report.json --tp 4 --bp 4       with what the self-test has measured on your dies
-    bench plan --validate                               the rows S1 to S18 of the paper, as one JSON line
+    bench plan --validate                               predictions beside the paper's rows and measured steps, as JSON
     bench plan --device h200 --constants                the constants of a device with their sources
 
 A prediction is a range, from the fastest to the slowest value of each constant. Padding to buckets and prompts come on
@@ -22,11 +22,12 @@ from dataclasses import replace
 from lopa_ascend.config import ConfigError, ModelConfig
 from scripts.arguments import number_from
 from scripts.bench.plan.devices import DeviceError, Range, constants_table, known_devices, load_device
+from scripts.bench.plan.measured import compare
 from scripts.bench.plan.models import known_models, load_model
 from scripts.bench.plan.search import DEFAULT_TPF, Plan, best_plan, plan, tokens_per_forward
 from scripts.bench.plan.step import ENDS
 from scripts.bench.plan.tasks import PRECISIONS, Workload
-from scripts.bench.plan.validate import validate
+from scripts.bench.plan.validate import published_engine, validate
 
 CONTEXT = 1024
 """Positions in front of the window where nothing is said of them."""
@@ -66,6 +67,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("k", None, 0, "lookahead branches beside the anchor"),
         ("window", 128, 1, "positions of a branch that one pass computes"),
         ("context", CONTEXT, 0, "cached positions before the window"),
+        ("block", 32, 1, "positions that are committed together; 1: tokens one by one"),
         ("dies", None, 1, "dies at most, with the best of --tp, --bp and --k not given; more make replicas"),
     ):
         shown = "" if default is None else f" (default: {default})"
@@ -88,7 +90,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--constants", action="store_true", help="print the constants of --device with their sources")
-    parser.add_argument("--validate", action="store_true", help="print the paper's rows beside predictions")
+    parser.add_argument("--validate", action="store_true", help="print predictions beside published speeds")
 
 
 def _parse_tpf(text: str) -> tuple[int | None, float]:
@@ -131,7 +133,9 @@ def _best(args: argparse.Namespace, model: ModelConfig, devices: Range, requests
         ValueError: the flags do not go together, or nothing fits.
     """
     known = _known_tpf(args)
-    work = Workload(precision=args.precision, window=args.window, context=args.context, requests=requests)
+    work = Workload(
+        precision=args.precision, window=args.window, context=args.context, block=args.block, requests=requests
+    )
     given = {name: getattr(args, name) for name in ("tp", "bp", "k") if getattr(args, name) is not None}
     if args.dies is not None and len(given) < 3:
         if args.k is not None:
@@ -163,7 +167,7 @@ def table(plans: dict[int, Plan]) -> str:
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Prints what the command line asks for."""
     if args.validate:
-        print(json.dumps({"rows": validate()}))
+        print(json.dumps({"rows": validate(), "published_engine": published_engine(), "measured": compare()}))
     else:
         try:
             _print_prediction(args)
@@ -184,5 +188,5 @@ def _print_prediction(args: argparse.Namespace) -> None:
         return
     for requests, best in plans.items():
         sizes = f"tp {best.work.tp} x bp {best.work.bp}, k = {best.work.k}, {best.replicas} replica(s)"
-        print(f"{requests} request(s): {sizes}, TPF {best.tpf:g}")
+        print(f"{requests} request(s): {sizes}, TPF {best.work.tpf:g}")
     print(f"\n{table(plans)}")

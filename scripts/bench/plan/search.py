@@ -23,7 +23,6 @@ class Plan:
     work: Workload
     """Of each replica."""
     replicas: int
-    tpf: float
     requests: int
     """Of all replicas together."""
     steps: dict[str, Step]
@@ -31,7 +30,7 @@ class Plan:
 
     def tokens_per_second(self, end: str) -> float:
         """Of all requests together, with the step at an end of its range."""
-        return self.requests * self.tpf / self.steps[end].step
+        return self.requests * self.work.tpf / self.steps[end].step
 
     @property
     def middle(self) -> float:
@@ -46,7 +45,7 @@ class Plan:
             "k": self.work.k,
             "replicas": self.replicas,
             "dies": self.replicas * self.work.tp * self.work.bp,
-            "tpf": round(self.tpf, 3),
+            "tpf": round(self.work.tpf, 3),
         }
         for end in ENDS:
             found[end] = {**self.steps[end].as_json(), "tokens_per_second": round(self.tokens_per_second(end), 1)}
@@ -87,14 +86,14 @@ def plan(model: ModelConfig, devices: Range, work: Workload, tpf: float, dies: i
     if dies is not None and size > dies:
         raise ValueError(f"tp {work.tp} x bp {work.bp} needs {size} dies, there are {dies}")
     replicas = 1 if dies is None else min(dies // size, work.requests)
-    each = replace(work, requests=-(-work.requests // replicas))
+    each = replace(work, requests=-(-work.requests // replicas), tpf=tpf)
     needed = memory_bytes(model, each)
     if needed > devices.low.memory_bytes:
         raise ValueError(
             f"tp {work.tp} x bp {work.bp} needs {needed / 2**30:.1f} GiB a die, there are "
             f"{devices.low.memory_bytes / 2**30:.1f} GiB"
         )
-    return Plan(each, replicas, tpf, work.requests, predict(model, devices, each))
+    return Plan(each, replicas, work.requests, predict(model, devices, each))
 
 
 def all_plans(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lopa_ascend.config import ExpertsConfig, ModelConfig
+from lopa_ascend.families import FAMILIES
 
 PRECISIONS = ("bf16", "w8a8", "fp32")
 """Number formats of the linear layers' weights. Embedding, head, keys and values are bf16 with "w8a8"."""
@@ -41,6 +42,10 @@ class Workload:
     context: int = 1024
     """Positions in front of the window whose keys and values are cached."""
     requests: int = 1
+    tpf: float = 1.0
+    """Tokens per forward pass of each request."""
+    block: int = 32
+    """Positions that are committed together."""
 
     @property
     def rows(self) -> int:
@@ -203,7 +208,10 @@ def _layer_tasks(model: ModelConfig, work: Workload, width: int) -> Iterator[Tas
         "split": (SPLIT_TASKS, 2 * (heads + 2 * kv)),
         "keys and values": (1, 4 * kv),
     }
-    for count, elements in vectors.values():
+    if family := FAMILIES.get(model.model_type):
+        normed = [row for row in family.table.layer if row.ours in ("q_norm.weight", "k_norm.weight")]
+        vectors["norms of q and k"] = (len(normed), 2 * (heads + kv))
+    for count, elements in filter(all, vectors.values()):
         yield Task("small", tokens * elements * size / count, times=count)
     if int8:  # norms and SwiGLU have forms that quantise; the input of the output projection needs a kernel
         yield Task("small", tokens * heads * (size + 1))

@@ -1,4 +1,4 @@
-"""Predictions for the rows of the paper's Table 4, settings S1 to S18.
+"""Predictions for the rows of the paper's Table 4, settings S1 to S18, and for the engine of S13 to S18.
 
 A prediction needs the row's tokens per forward pass (TPF). The paper has them for S12 and S18 alone (Table 3). The TPF
 of any other row is estimated, never from the row's own tokens/s:
@@ -7,19 +7,23 @@ of any other row is estimated, never from the row's own tokens/s:
   group, equal thresholds.
 - Within a group TPF depends on the thresholds as tokens/s do in the rows of the other platform with four branches (S1
   to S6, or S13 to S18) for the same model and task.
+
+A prediction is for the steps of this engine. The engine of S13 to S18 was never published. What is known of the paper's
+others, and of graphs on an NPU, says what it does besides, one after the other: ``published_engine``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lopa_ascend.config.files import read_json_object
-from scripts.bench.plan.devices import load_device
+from scripts.bench.plan.devices import Range, load_device
 from scripts.bench.plan.models import load_model
-from scripts.bench.plan.step import ENDS, Step, predict
+from scripts.bench.plan.step import ENDS, predict
 from scripts.bench.plan.tasks import Workload
 
 FILE = Path(__file__).with_name("paper.json")
@@ -27,6 +31,8 @@ WINDOW = 128
 """Positions of a window: 4 blocks of 32. Assumed; the paper does not say how many blocks are open."""
 CONTEXT = 1024
 """Few-shot prompt and committed blocks. Assumed; the term is small."""
+PROMPTS = {"low": 512, "high": 1024}
+"""Tokens of the few-shot prompts, whose passes are in the published times of answers. Assumed."""
 GROUP_SIZE = 6
 """Settings with the same thresholds in the same order, from the highest to the lowest: S1 to S6, S7 to S12, S13 to S18.
 """
@@ -45,16 +51,15 @@ def validate() -> list[dict[str, Any]]:
     ``predicted`` is the geometric mean of tokens/s at both ends of the range: ``fastest`` and ``slowest``.
     """
     paper = read_paper()
-    steps = {group: _steps(setting) for group, setting in paper["settings"].items()}
-    published = {(row["model"], row["task"], _number(row["setting"])): row["avg_tps"] for row in paper["rows"]}
+    published = _published(paper)
     known = {(row["model"], row["task"], _number(row["setting"])): row["tpf"] for row in paper["tokens_per_forward"]}
     rows = []
     for row in paper["rows"]:
         number, key = _number(row["setting"]), (row["model"], row["task"])
-        group = _group(paper["settings"], number)
+        setting = paper["settings"][_group(paper["settings"], number)]
         tpf, source = _tokens_per_forward(key, number, published, known)
-        setting = paper["settings"][group]
-        fastest, slowest = (tpf / steps[group][end].step for end in ENDS)
+        steps = predict(load_model("Dream-7B"), load_device(setting["device"]), _workload(setting, tpf))
+        fastest, slowest = (tpf / steps[end].step for end in ENDS)
         middle = (fastest * slowest) ** 0.5
         rows.append(
             {
@@ -69,11 +74,11 @@ def validate() -> list[dict[str, Any]]:
                 "fastest_over_published": round(fastest / row["avg_tps"], 4),
                 "slowest_over_published": round(slowest / row["avg_tps"], 4),
                 "platform": setting["platform"],
-                "step_ms_fastest": round(1000 * steps[group]["low"].step, 3),
-                "step_ms_slowest": round(1000 * steps[group]["high"].step, 3),
+                "step_ms_fastest": round(1000 * steps["low"].step, 3),
+                "step_ms_slowest": round(1000 * steps["high"].step, 3),
                 "published_step_ms": round(1000 * tpf / row["avg_tps"], 3),
-                "bound_by_fastest": steps[group]["low"].bound_by,
-                "bound_by_slowest": steps[group]["high"].bound_by,
+                "bound_by_fastest": steps["low"].bound_by,
+                "bound_by_slowest": steps["high"].bound_by,
                 "tpf": round(tpf, 3),
                 "tpf_source": source,
             }
@@ -81,17 +86,68 @@ def validate() -> list[dict[str, Any]]:
     return rows
 
 
-def _steps(setting: Mapping[str, Any]) -> dict[str, Step]:
-    """The steps of a group of settings: one request, one branch on each group of ranks."""
-    work = Workload(
+def published_engine() -> list[dict[str, Any]]:
+    """What a step of S13 to S18 takes in the engine that was published with them, in milliseconds.
+
+    For each row of these settings the range of "engine", which is the sum of
+
+    - "step": this engine's.
+    - "host": the host chooses the winner and what is filled, as in the published code for GPUs. So its launch, inputs
+      and results come between two steps.
+    - "lengths": before each step it writes the KV lengths of all layers, changed or not.
+    - "prompt": by how much the first pass of an answer is longer, as it computes the prompt too, divided among its
+      passes.
+    """
+    paper = read_paper()
+    tokens = {
+        (row["model"], row["task"]): row["latency_s"] * _published(paper)[row["model"], row["task"], 18]
+        for row in paper["tokens_per_forward"]
+        if row["setting"] == "S18"
+    }
+    setting = next(each for each in paper["settings"].values() if each["device"] == "910c")
+    model, devices = load_model("Dream-7B"), load_device(setting["device"])
+    waits = Range(*(replace(device, host_overlaps=0.0) for device in devices))
+    found = []
+    for row in validate():
+        if row["platform"] != setting["platform"]:
+            continue
+        work = _workload(setting, row["tpf"])
+        ours, waiting = predict(model, devices, work), predict(model, waits, replace(work, block=1))
+        passes = tokens[row["model"], row["task"]] / row["tpf"]
+        ends = {}
+        for end in ENDS:
+            step, then = ours[end].step, waiting[end]
+            with_prompt = replace(work, k=0, window=PROMPTS[end] + work.block, context=0)
+            first = predict(model, devices, with_prompt)[end].device
+            terms = {
+                "step": step,
+                "host": then.step - then.updates - step,
+                "lengths": then.updates,
+                "prompt": max(0.0, first - then.device) / passes,
+            }
+            ends[end] = {name: round(1000 * seconds, 3) for name, seconds in terms.items()}
+            ends[end]["engine"] = round(1000 * sum(terms.values()), 3)
+        names = {name: row[name] for name in ("setting", "model", "task", "published_step_ms")}
+        found.append({**names, "fastest_ms": ends["low"], "slowest_ms": ends["high"]})
+    return found
+
+
+def _workload(setting: Mapping[str, Any], tpf: float) -> Workload:
+    """That of a group of settings: one request, one branch on each group of ranks."""
+    return Workload(
         precision=setting["precision"],
         tp=setting["tp"],
         bp=setting["bp"],
         k=setting["bp"] - 1,
         window=WINDOW,
         context=CONTEXT,
+        tpf=tpf,
     )
-    return predict(load_model("Dream-7B"), load_device(setting["device"]), work)
+
+
+def _published(paper: Mapping[str, Any]) -> dict[tuple[str, str, int], float]:
+    """Tokens/s by model, task and setting."""
+    return {(row["model"], row["task"], _number(row["setting"])): row["avg_tps"] for row in paper["rows"]}
 
 
 def _tokens_per_forward(
