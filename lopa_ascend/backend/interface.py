@@ -102,7 +102,10 @@ log_total NaN, and any column."""
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """A rank's part of the experts of a layer: E experts, each with I inner elements."""
+    """A rank's part of the experts of a layer: E experts, each with I inner elements.
+
+    So they are before ``Ops.stored_experts``.
+    """
 
     sizes: ExpertsConfig
     """Of the whole model."""
@@ -111,9 +114,9 @@ class Experts:
     bias: Tensor
     """What is added to the scores for the choice alone, float32 [E]."""
     gate_up: Tensor
-    """What ``Ops.stored_experts`` returned for [E, 2 * I, hidden]; int8 if there are scales."""
+    """[E, 2 * I, hidden]; int8 if there are scales."""
     down: Tensor
-    """The same for [E, hidden, I]."""
+    """[E, hidden, I]; int8 if there are scales."""
     gate_up_scale: Tensor | None = None
     """Of each output, float32 [E, 2 * I]."""
     down_scale: Tensor | None = None
@@ -226,12 +229,13 @@ class Ops(Protocol):
 
     # ---- mixtures of experts -----------------------------------------------------------------------------------------
 
-    def stored_experts(self, weight: Tensor) -> Tensor:
-        """The weights [E, out, in] of a linear layer of all experts in the layout that ``moe`` of this device takes."""
+    def stored_experts(self, experts: Experts) -> Experts:
+        """The experts of a layer in the form that ``moe`` of this device takes."""
         ...
 
-    def moe(self, x: Tensor, experts: Experts) -> Tensor:
-        """The weighted sum of the MLPs of the experts that each token of x [T, hidden] takes -> [T, hidden].
+    def moe(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
+        """The weighted sum of the MLPs of the experts that each token of x [T, hidden] takes -> [T, hidden]; added to
+        ``shared`` of the same shape, before or after it is rounded.
 
         A token's scores are the sigmoids of the router's outputs, computed in float32. Its experts are the best by
         score + bias among those of the best groups, which are ranked by the sum of their two best; the lower index goes
@@ -266,6 +270,12 @@ class Ops(Protocol):
 
     def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         """``quantize`` of ``swiglu``. A device may quantise before it rounds."""
+        ...
+
+    def quant_swiglu(
+        self, codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """``swiglu_quant`` of ``quant_linear`` without a bias, whose products a device may leave unrounded."""
         ...
 
     # ---- rotary embeddings -----------------------------------------------------------------------------------------

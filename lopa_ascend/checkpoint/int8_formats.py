@@ -24,9 +24,15 @@ from lopa_ascend.config.int8_files import (
 )
 from lopa_ascend.families.table import Tensors
 
-Kind = Literal["dynamic", "static"]
-"""Whether the checkpoint has the scales of activations: "static" if it has."""
-_MODELSLIM_KINDS: Mapping[str, Kind | None] = {"FLOAT": None, "W8A8_DYNAMIC": "dynamic", "W8A8": "static"}
+Kind = Literal["dynamic", "static", "mixed"]
+"""Whether the checkpoint has the scales of activations: "static" if it has no others, "mixed" if it also has all that
+"dynamic" needs."""
+_MODELSLIM_KINDS: Mapping[str, Kind | None] = {
+    "FLOAT": None,
+    "W8A8_DYNAMIC": "dynamic",
+    "W8A8": "static",
+    "W8A8_MIX": "mixed",
+}
 _MODELSLIM_CACHES = ("kv_quant_type", "kv_cache_type", "fa_quant_type", "reduce_quant_type")
 """Fields that say how something else than linear layers is quantised."""
 _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}

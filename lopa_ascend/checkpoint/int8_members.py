@@ -29,32 +29,38 @@ class Member:
     dtypes: tuple[str, ...]
     """The dtypes that it may have, by their names in a safetensors file."""
     required: bool = True
+    is_read: bool = True
+    """Whether anything depends on it."""
 
 
 def members_of(description: Int8Description, module: str, num_outputs: int) -> dict[str, Member]:
     """The tensors that an int8 layer has beside its weight and bias, by the last part of their names."""
     per_output = ((num_outputs, 1), (num_outputs,))
     single = ((1,), ())
-    is_static = description.kinds[module] == "static"
+    kind = description.kinds[module]
     if description.format == COMPRESSED_TENSORS:
         members = {
             "weight_scale": Member(per_output, FLOATS),
             "weight_zero_point": Member(per_output, ("I8",), required=False),
         }
-        if is_static:
+        if kind == "static":
             members["input_scale"] = Member(single, FLOATS)
             members["input_zero_point"] = Member(single, ("I8",), required=False)
         return members
-    if not is_static:
-        return {"weight_scale": Member(per_output, FLOATS), "weight_offset": Member(per_output, FLOATS)}
-    return {
-        "weight_scale": Member(per_output, FLOATS, required=False),
-        "weight_offset": Member(per_output, FLOATS, required=False),
-        "input_scale": Member(single, FLOATS),
-        "input_offset": Member(single, ("I8", *FLOATS)),
-        "quant_bias": Member(((num_outputs,),), ("I32",)),
-        "deq_scale": Member(((num_outputs,),), ("F32", "I64")),
+    is_needed = kind != "static"
+    members = {
+        "weight_scale": Member(per_output, FLOATS, is_needed),
+        "weight_offset": Member(per_output, FLOATS, is_needed),
     }
+    if kind != "dynamic":
+        is_read = kind == "static"
+        members |= {
+            "input_scale": Member(single, FLOATS, is_read=is_read),
+            "input_offset": Member(single, ("I8", *FLOATS), is_read=is_read),
+            "quant_bias": Member(((num_outputs,),), ("I32",), is_read=is_read),
+            "deq_scale": Member(((num_outputs,),), ("F32", "I64"), is_read=is_read),
+        }
+    return members
 
 
 def split_members(
@@ -68,7 +74,7 @@ def split_members(
         headers: of all tensors of the checkpoint. Those of the model remain.
 
     Returns:
-        By name of the layer: the members that are there, by the last part of their names.
+        By name of the layer: the members that are there and read, by the last part of their names.
 
     Raises:
         CheckpointError: a tensor is missing, or of another shape or dtype.
@@ -85,21 +91,28 @@ def split_members(
         weight = headers.get(f"{module}.weight")
         if weight is not None and weight.dtype != "I8":
             raise CheckpointError(f"{weight.file}: tensor {module}.weight: is {weight.dtype}, expected I8 by {source}")
-        found[module] = {}
-        for part, member in members_of(description, module, expected.specs[f"{module}.weight"].shape[0]).items():
-            name = f"{module}.{part}"
-            if name in headers:
-                found[module][part] = headers.pop(name)
-                check_member(name, found[module][part], member)
-            elif member.required:
-                words = f"{list(member.shapes[0])} in {' or '.join(member.dtypes)}"
-                raise CheckpointError(f"{source}: tensor {name}: is missing, expected {words}")
+        members = members_of(description, module, expected.specs[f"{module}.weight"].shape[0])
+        found[module] = _taken(module, members, headers, source)
     for name, header in headers.items():
         if header.dtype not in FLOATS and name.removesuffix(".weight") not in description.kinds:
             raise CheckpointError(
                 f"{header.file}: tensor {name}: is {header.dtype}, expected {' or '.join(FLOATS)} by {source}"
             )
     return found
+
+
+def _taken(module: str, members: dict[str, Member], headers: dict[str, Header], source: Path) -> dict[str, Header]:
+    """Takes the members of a layer out of ``headers``; those that are read."""
+    taken = {}
+    for part, member in members.items():
+        name = f"{module}.{part}"
+        if name in headers:
+            taken[part] = headers.pop(name)
+            check_member(name, taken[part], member)
+        elif member.required:
+            words = f"{list(member.shapes[0])} in {' or '.join(member.dtypes)}"
+            raise CheckpointError(f"{source}: tensor {name}: is missing, expected {words}")
+    return {part: header for part, header in taken.items() if members[part].is_read}
 
 
 def check_member(name: str, header: Header, member: Member) -> None:

@@ -27,6 +27,15 @@ from lopa_ascend.model.base import Caches, ForwardInputs
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.types import Traffic
 
+EXPERTS = {
+    "router": "router.weight",
+    "bias": "router.bias",
+    "gate_up": "experts_gate_up.weight",
+    "down": "experts_down.weight",
+    "gate_up_scale": "experts_gate_up.weight_scale",
+    "down_scale": "experts_down.weight_scale",
+}
+"""The tensors of ``Experts`` by our names, in a layer."""
 Rows = Tensor | tuple[Tensor, Tensor]
 """Activations [T, in], or their int8 codes [T, in] and scales, float32 [T]."""
 
@@ -62,7 +71,7 @@ class Decoder:
         is_tied = config.tie_word_embeddings
         self.head = ops.packed(ops.stored(tied_head(embed, tp, shard))) if is_tied else own["head.weight"]
         self._experts = {
-            f"layers.{n}.": self._experts_of(f"layers.{n}.", sizes)
+            f"layers.{n}.": self._stored_experts(f"layers.{n}.", sizes, own)
             for sizes in ([] if config.experts is None else [config.experts])
             for n in range(sizes.first_layer, config.num_layers)
         }
@@ -81,8 +90,8 @@ class Decoder:
             weight = weight * self._rope_unit
         if row.each:  # of all experts, whose rows lie one after another
             assert self.config.experts is not None
-            of_experts = weight.unflatten(0, (self.config.experts.num_experts, -1))
-            return of_experts if is_scale else self.ops.stored_experts(of_experts)
+            of_experts: Tensor = weight.unflatten(0, (self.config.experts.num_experts, -1))
+            return of_experts
         if is_scale or row.linear is None or weight.dtype == torch.uint8:  # int4, which is stored with its scales
             return weight
         return self.ops.packed(self.ops.stored(weight))
@@ -111,17 +120,12 @@ class Decoder:
         num_rotated = self.num_heads + self.num_kv_heads
         return torch.cat([heads[:num_rotated, order], heads[num_rotated:]]).flatten(0, 1)
 
-    def _experts_of(self, layer: str, sizes: ExpertsConfig) -> Experts:
-        own = self.weights
-        names = ("experts_gate_up.weight_scale", "experts_down.weight_scale")
-        return Experts(
-            sizes,
-            own[layer + "router.weight"],
-            own[layer + "router.bias"],
-            own[layer + "experts_gate_up.weight"],
-            own[layer + "experts_down.weight"],
-            *(own.get(layer + name) for name in names),
-        )
+    def _stored_experts(self, layer: str, sizes: ExpertsConfig, own: dict[str, Tensor]) -> Experts:
+        """The experts of a layer in the form in which the ops read them, which take the places of their tensors."""
+        names = {field: layer + name for field, name in EXPERTS.items() if layer + name in own}
+        stored = self.ops.stored_experts(Experts(sizes, **{field: own.pop(name) for field, name in names.items()}))
+        own |= {name: getattr(stored, field) for field, name in names.items()}
+        return stored
 
     def _make_rope_tables(self, num_positions: int, embed: Tensor) -> Tensor:
         """Cosines and sines of ``Ops.rope`` on the embedding's device, [2, positions, heads + 2 * kv_heads, ...], or
@@ -233,11 +237,10 @@ class Decoder:
         """This rank's part of the MLP of a layer, or of its experts and of the MLP that all tokens take."""
         experts = self._experts.get(layer)
         if experts is None:
-            gated = self._swiglu(self._linear(x, layer + "gate_up"), reader=layer + "down")
-            return self._linear(gated, layer + "down")
+            return self._linear(self._gated(x, layer + "gate_up", reader=layer + "down"), layer + "down")
         assert isinstance(x, Tensor), "the router reads it"
-        gated = self._swiglu(self._linear(x, layer + "shared_gate_up"), reader=layer + "shared_down")
-        return self.ops.moe(x, experts) + self._linear(gated, layer + "shared_down")
+        gated = self._gated(x, layer + "shared_gate_up", reader=layer + "shared_down")
+        return self.ops.moe(x, experts, self._linear(gated, layer + "shared_down"))
 
     def _norm(self, x: Tensor, norm: str, reader: str) -> Rows:
         """A norm of x, as the linear layer ``reader`` takes it."""
@@ -252,9 +255,15 @@ class Decoder:
         codes, scale, total = self.ops.add_rms_norm_quant(x, residual, weight, eps)
         return (codes, scale), total
 
-    def _swiglu(self, gate_up: Tensor, reader: str) -> Rows:
-        """SwiGLU, as the linear layer ``reader`` takes it."""
-        return self.ops.swiglu_quant(gate_up) if self._is_int8(reader) else self.ops.swiglu(gate_up)
+    def _gated(self, x: Rows, name: str, reader: str) -> Rows:
+        """SwiGLU of a linear layer, as the linear layer ``reader`` takes it."""
+        if not self._is_int8(reader):
+            return self.ops.swiglu(self._linear(x, name))
+        weight, scale = self.weights[name + ".weight"], self.weights.get(name + ".weight_scale")
+        if scale is None or weight.dtype != torch.int8 or name + ".bias" in self.weights:
+            return self.ops.swiglu_quant(self._linear(x, name))
+        rows = self.ops.quantize(x) if isinstance(x, Tensor) else x
+        return self.ops.quant_swiglu(*rows, weight, scale, self.head.dtype)
 
     def _is_int8(self, name: str) -> bool:
         """Whether a linear layer takes int8 activations."""

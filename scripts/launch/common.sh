@@ -33,8 +33,8 @@ flags (default):
   --port N             port of the HTTP server ($(default port))
   --timeout SECONDS    how long a rank may hang before all end (HCCL_EXEC_TIMEOUT if it is set, else 60)
   --max-restarts N     how often a server is started again after it has failed ($(default max-restarts))
-  --deterministic      sum in the same order always, so that a request has the same tokens in every run; slow on NPUs
-                       (HCCL_DETERMINISTIC)
+  --deterministic      sum in the same order always, so that a request has the same tokens in every run; slower on NPUs
+                       for sums above 512 KiB (HCCL_DETERMINISTIC)
   --dry-run            check the arguments and print what would run, as shell commands; start nothing
   --help               print this
 END

@@ -24,8 +24,16 @@ CONTROL_DEVICES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 """Devices of the driver that every process with an NPU opens, whichever die it uses."""
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 AFFINITY = "CPU_AFFINITY_CONF"
-DETERMINISTIC = "HCCL_DETERMINISTIC"
-"""HCCL takes false, true and strict, in any case."""
+NOTED_VARIABLES = {
+    "HCCL_DETERMINISTIC": (
+        "true|strict",
+        "with which HCCL sums more than 512 KiB of up to 8 ranks on the device's CPU; see --deterministic",
+    ),
+    "HCCL_OP_RETRY_ENABLE": (".*:1.*", "with which HCCL sums nothing on the vector cores; unset it"),
+    "HCCL_HOST_SOCKET_PORT_RANGE": (".+", "which HCCL takes in place of HCCL_IF_BASE_PORT: its ports are not checked"),
+    "RANK_TABLE_FILE": (".+", "by which torch_npu may connect the ranks in another way; unset it"),
+}
+"""Variables of HCCL and torch_npu that change what a server does: for which values, in any case, and how."""
 DIES = 16
 """Dies of a 910C node."""
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +109,8 @@ def check_health(launch: Launch, visible: str | None, ask: health.Ask = health.a
         elif die.warning is not None:
             findings.append(note(f"health: die {die.index}: {die.warning}; after an error on it leave it out"))
         if die.link == "DOWN":
-            findings.append(note(f"health: die {die.index}: its link to the network between nodes is down"))
+            needless = "nodes of one super-pod do without it"
+            findings.append(note(f"health: die {die.index}: its RoCE link between nodes is down; {needless}"))
     hottest = max((die.temperature or 0 for die in chosen), default=0)
     yield from findings or [ok(f"health: no fault of {len(chosen)} dies, at most {hottest} C")]
 
@@ -114,7 +123,8 @@ def _without_broken(launch: Launch, dies: list[health.Die], broken: health.Die) 
     chosen = whole if len(whole) >= needed else good
     lower = "" if len(good) >= needed else f"lower --bp, because {len(good)} dies are left, and "
     names = ",".join(map(str, chosen[:needed]))
-    return f"{lower}set {VISIBLE}={names}, or reset it (npu-smi set -t reset -i {broken.npu} -c {broken.chip})"
+    reset = f"npu-smi set -t reset -i {broken.npu} -c {broken.chip}"
+    return f"{lower}set {VISIBLE}={names}, or reset it while nothing runs on this node ({reset})"
 
 
 def check_npu_network(launch: Launch, settings: Path) -> Iterator[Finding]:
@@ -208,10 +218,9 @@ def check_environment(environment: Mapping[str, str], graph_mode: str) -> Iterat
         findings.append(note(f"environment: {npu_environment.TASK_QUEUE} is {queue!r}, {slow}; {remedy}"))
     if blocking and npu_environment.number(blocking) and graph_mode not in npu_versions.CAPTURING_MODES:
         findings.append(note(f"environment: {npu_environment.BLOCKING} is {blocking!r}, {slow}; 0 is for serving"))
-    order = environment.get(DETERMINISTIC, "").lower()
-    if order not in ("", "false"):
-        cost = "with which all sums leave the vector cores and take longer"
-        findings.append(note(f"environment: {DETERMINISTIC} is {order!r}, {cost}; see --deterministic"))
+    for name, (values, effect) in NOTED_VARIABLES.items():
+        if re.fullmatch(values, value := environment.get(name, ""), re.IGNORECASE):
+            findings.append(note(f"environment: {name} is {value!r}, {effect}"))
     yield from findings or [ok(f"environment: no variable is in the way of graph mode {graph_mode}")]
 
 

@@ -33,7 +33,7 @@ from scripts.selftest.cases import (
 from scripts.selftest.int8_cases import INT8, int8_cases
 from scripts.selftest.layer_cases import captured_cases
 from scripts.selftest.policy_cases import policy_cases
-from scripts.selftest.speed import CALLS, KV_LENGTHS, SPEED, TIMED_LAYOUTS, speed_cases, speed_name
+from scripts.selftest.speed import CALLS, FEW, MANY, SPEED, TIMED_LAYOUTS, speed_cases, speed_name
 from scripts.selftest.step_cases import captured_step_cases, step_cases
 
 TOLERANCE = 0.02
@@ -225,27 +225,40 @@ def working_layouts(findings: Sequence[Finding]) -> list[str]:
     ]
 
 
-def chosen_layout(findings: Sequence[Finding]) -> str | None:
-    """Of the attention layouts that work the first one, or one that is clearly faster; None if none works."""
+def chosen_layout(findings: Sequence[Finding], timed: Sequence[tuple[int, int]] | None = None) -> str | None:
+    """Of the attention layouts that work the first one, or one that is clearly faster; None if none works.
+
+    Args:
+        timed: the blocks and keys whose times decide; None for all.
+    """
     working = working_layouts(findings)
     if not working:
         return None
-    times = {layout: sum(by_length.values()) for layout, by_length in attention_times(findings).items()}
+    names = {timed_name(*case) for case in timed or (*FEW, *MANY)}
+    times = {
+        layout: sum(us for name, us in by_case.items() if name in names)
+        for layout, by_case in attention_times(findings).items()
+    }
     first = working[0]
     faster = [layout for layout in working if layout in times and times[layout] < FASTER * times.get(first, 0.0)]
     return min(faster, key=times.__getitem__, default=first)
 
 
 def attention_times(findings: Sequence[Finding]) -> dict[str, dict[str, float]]:
-    """Microseconds of attention in a graph, by layout and keys, for the layouts in which all of it was ok."""
+    """Microseconds of attention in a graph, by layout and ``timed_name``, for the layouts in which all was ok."""
     micros = {finding.name: finding.micros for finding in findings if finding.verdict == "ok"}
     times: dict[str, dict[str, float]] = {}
     for layout in TIMED_LAYOUTS:
-        by_length = {str(keys): micros.get(speed_name(layout, keys)) for keys in KV_LENGTHS}
-        measured = {keys: taken / CALLS for keys, taken in by_length.items() if taken is not None}
-        if len(measured) == len(by_length):
+        by_case = {timed_name(*case): micros.get(speed_name(layout, *case)) for case in (*FEW, *MANY)}
+        measured = {name: taken / CALLS for name, taken in by_case.items() if taken is not None}
+        if len(measured) == len(by_case):
             times[layout] = measured
     return times
+
+
+def timed_name(blocks: int, num_keys: int) -> str:
+    """What a report calls the attention of so many blocks."""
+    return f"{blocks} blocks, {num_keys} keys"
 
 
 def options(findings: Sequence[Finding]) -> str | None:

@@ -34,13 +34,13 @@ def int8_cases(ops: Ops) -> Iterator[Case]:
         lambda: ops.add_rms_norm_quant(npu_x.clone(), npu_residual.clone(), npu_norm, EPS),
         CPU.add_rms_norm_quant(x, residual.clone(), norm, EPS),
     )
-    for ranks in (4, 1):
-        gate_up = randn(TOKENS, 2 * INTERMEDIATE // ranks)
-        run = partial(ops.swiglu_quant, gate_up.to(ops.device))
-        yield Case(f"{INT8}: swiglu_quant of {gate_up.shape[1]}", run, CPU.swiglu_quant(gate_up))
-    product = Int8Product(ops, HIDDEN, QKV_ROWS, has_bias=True)
     codes, scale = CPU.quantize(x)
     given = codes.to(ops.device), scale.to(ops.device)
+    for ranks in (4, 1):
+        gate_up = Int8Product(ops, HIDDEN, 2 * INTERMEDIATE // ranks)
+        name = f"{INT8}: swiglu_quant of {2 * INTERMEDIATE // ranks}"
+        yield Case(name, partial(gate_up.gated, *given), gate_up.expected_gated(codes, scale))
+    product = Int8Product(ops, HIDDEN, QKV_ROWS, has_bias=True)
     yield Case(f"{INT8}: linear, weights in FRACTAL_NZ", partial(product, *given), product.expected(codes, scale))
     for name, (num_inputs, num_outputs) in PRODUCTS.items():
         yield product_case(ops, name, num_inputs, num_outputs)
@@ -73,6 +73,14 @@ class Int8Product:
             scale: of each row, float32 [T], on the device.
         """
         return self._ops.quant_linear(codes, scale, self._stored, self._npu_scale, self._npu_bias, torch.bfloat16)
+
+    def gated(self, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """SwiGLU of the product on the device, as int8 and a scale for each row."""
+        return self._ops.quant_swiglu(codes, scale, self._stored, self._npu_scale, torch.bfloat16)
+
+    def expected_gated(self, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The same on the CPU."""
+        return CPU.quant_swiglu(codes, scale, self._weight, self._scale, torch.bfloat16)
 
     def expected(self, codes: Tensor, scale: Tensor) -> Tensor:
         """The product on the CPU, of tensors there."""

@@ -23,6 +23,7 @@ from scripts.selftest.cases import ASKED_SUMS
 from scripts.selftest.exchanges import EXCHANGES, collectives_case, exchanges_case
 from scripts.selftest.findings import (
     REFUSALS,
+    SIZES,
     Finding,
     announce,
     announce_verdict,
@@ -42,6 +43,7 @@ from scripts.selftest.findings import (
     slowest,
 )
 from scripts.selftest.parts import captured_latencies, part_times
+from scripts.selftest.speed import FEW
 from scripts.selftest.updates import CALLS as UPDATED_CALLS
 from scripts.selftest.updates import fastest_queue, times_by_queue
 
@@ -49,6 +51,10 @@ VARIABLES = ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "CPU_AFFINITY_CONF", *np
 """Environment variables that the report names."""
 ALL_REDUCES = "all-reduces between the ranks"
 """Name of the finding where they are refused. Without them no options are left."""
+SUMS_ADVICE = (
+    "if the times of all-reduces below say that it is faster, set LOPA_TP_EXPANSION_MODE=AIV_ONLY with --deterministic"
+)
+LEAST_AND_MOST = (SIZES[0], SIZES[-1])
 ASKED_SECONDS = 60
 """After which HCCL gives up a sum that the last question asks for."""
 
@@ -81,6 +87,7 @@ def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any
         "updates_us": updates,
         "parts": parts,
         "options": options(findings),
+        "layout_of_few": chosen_layout(findings, FEW),
     }
     mesh.close()
     return report, findings, mesh.rank
@@ -184,7 +191,8 @@ def examine_groups(
 def ask_vector_cores(
     mesh: Mesh, device: torch.device, findings: Sequence[Finding], repeats: int
 ) -> tuple[dict[str, dict[int, float]], Finding]:
-    """Times the sums of a communicator that may not leave the vector cores (HCCL's AIV_ONLY). The engine has none such.
+    """Tries and times the sums of a communicator that may not leave the vector cores (HCCL's AIV_ONLY). The engine has
+    one if a variable says so.
 
     Large sums leave them otherwise, and the answer tells what that costs. A device may hang, so this comes last.
     """
@@ -198,14 +206,22 @@ def ask_vector_cores(
         made = dist.new_subgroups_by_enumeration(grid.tolist(), pg_options=asked)
         group: dist.ProcessGroup = made[0]
         alone = Group(mesh.tp.rank, mesh.tp.size, group)
+        is_right = sums_are_right(alone, device)
         times = {"tp, vector cores alone, captured": captured_latencies(alone, device, repeats)}
     except (RankError, *REFUSALS) as error:
         times, message = {}, shortened(error)
     else:
-        message = "taken; the times of all-reduces below tell whether it is faster"
+        message = f"right; {SUMS_ADVICE}" if is_right else "the sums are WRONG"
     finding = Finding(ASKED_SUMS, "asked", message=message)
     announce_verdict(finding)
     return times, finding
+
+
+def sums_are_right(group: Group, device: torch.device) -> bool:
+    """Whether the smallest and the largest sum that is timed is exact: rank r gives 2 ** r. All ranks must call it."""
+    given = [torch.full((size // 2,), 2.0**group.rank, dtype=torch.bfloat16, device=device) for size in LEAST_AND_MOST]
+    sums = [group.all_reduce(x, "self-test") for x in given]
+    return all(bool((found == 2.0**group.size - 1).all()) for found in sums)
 
 
 def vector_cores_alone(backend: str) -> Any:
@@ -283,8 +299,8 @@ def report_text(report: dict[str, Any], findings: Sequence[Finding]) -> str:
         if finding.ranks:
             lines.append(f"{'':9s}on ranks {', '.join(map(str, finding.ranks))}")
     lines.append("")
-    for layout, by_length in report["attention_us"].items():
-        lines.append(f"attention, {layout}: " + ", ".join(f"{keys} keys {us:.1f} us" for keys, us in by_length.items()))
+    for layout, by_case in report["attention_us"].items():
+        lines.append(f"attention, {layout}: " + "; ".join(f"{name} {us:.1f} us" for name, us in by_case.items()))
     for group, times in report["all_reduce_us"].items():
         lines.append(f"all-reduce, {group} groups: " + ", ".join(f"{n} B {us:.0f} us" for n, us in times.items()))
     if not report["all_reduce_us"]:
@@ -298,5 +314,8 @@ def report_text(report: dict[str, Any], findings: Sequence[Finding]) -> str:
         lines.append(f"host of a replay, {UPDATED_CALLS} KV lengths, {npu_environment.TASK_QUEUE}={queue}: {by_kind}")
     if fastest := fastest_queue(report["updates_us"]):
         lines.append(f"environment for the server: {npu_environment.TASK_QUEUE}={fastest}")
+    few = report["layout_of_few"]
+    if few and report["options"] and f" {few} " not in report["options"]:
+        lines.append(f"for one or two sequences at a time: --attention-layout {few}")
     chosen = report["options"] or "none: see above what was refused or wrong"
     return "\n".join([*lines, f"options for the server: {chosen}"])

@@ -26,10 +26,13 @@ CALLS = 4
 """Calls of attention in a graph, one after the other."""
 TP = 4
 """Ranks that share the heads."""
-BLOCKS = 4
-"""Attention entries of BLOCK queries, before they are divided."""
 KV_LENGTHS = (544, 4096)
-"""Keys that the entries see, by case."""
+"""Keys that the entries of one or two sequences see, by case."""
+FEW = tuple((4, num_keys) for num_keys in KV_LENGTHS)
+"""Attention entries of BLOCK queries, before they are divided, and the keys that they see."""
+MANY = ((8, 1024), (32, 1024))
+"""The same of more sequences: the kernel has a faster path for few short entries alone (ops-transformer, the tiling of
+flash_attention_infer)."""
 
 
 class ReplayedAttention:
@@ -68,19 +71,19 @@ class ReplayedAttention:
 def speed_cases(by_layout: Mapping[str, Ops]) -> Iterator[tuple[str, Case]]:
     """Attention of the same blocks in every timed layout, with the heads of a rank of TP 4: layouts and cases."""
     heads, kv_heads = HEADS // TP, KV_HEADS // TP
-    for num_keys in KV_LENGTHS:
+    for blocks, num_keys in (*FEW, *MANY):
         # Twice the pages, since the layout with shorter entries counts each of them twice.
-        num_pages = 2 * BLOCKS * pages_for(num_keys)
-        q, caches = randn(BLOCKS * BLOCK, heads, DIM), randn(2, num_pages, PAGE_SIZE, kv_heads, DIM)
-        entries = entries_of([BLOCK] * BLOCKS, [num_keys] * BLOCKS, num_pages)
+        num_pages = 2 * blocks * pages_for(num_keys)
+        q, caches = randn(blocks * BLOCK, heads, DIM), randn(2, num_pages, PAGE_SIZE, kv_heads, DIM)
+        entries = entries_of([BLOCK] * blocks, [num_keys] * blocks, num_pages)
         expected = CPU.attention(q, caches[0], caches[1], entries)
         for layout in TIMED_LAYOUTS:
-            ops, name = by_layout[layout], speed_name(layout, num_keys)
+            ops, name = by_layout[layout], speed_name(layout, blocks, num_keys)
             k_cache, v_cache = caches.to(ops.device)
             run = ReplayedAttention(ops, q.to(ops.device), k_cache, v_cache, on_device(entries, ops), name)
             yield layout, Case(name, run, expected)
 
 
-def speed_name(layout: str, num_keys: int) -> str:
+def speed_name(layout: str, blocks: int, num_keys: int) -> str:
     """The name of a speed case."""
-    return f"{SPEED} {layout}, {CALLS} calls of {BLOCKS} blocks, {num_keys} keys"
+    return f"{SPEED} {layout}, {CALLS} calls of {blocks} blocks, {num_keys} keys"

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lopa_ascend.backend.interface import Experts
 from lopa_ascend.backend.npu.ops import FRACTAL_NZ, NpuOps
-from lopa_ascend.config import ModelConfig
-from lopa_ascend.families import dream, sdar
+from lopa_ascend.config import ExpertsConfig, ModelConfig
+from lopa_ascend.families import dream, llada2, sdar
 from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.compile import load_compiler
@@ -61,11 +62,21 @@ class UnfilledOps(NpuOps):
 
     def stored(self, weight: Tensor) -> Tensor:
         if weight.dtype != torch.int8:
-            return weight.new_empty(weight.shape[::-1])
+            return weight.new_empty(weight.mT.shape)
         tiled: Tensor = torch.ops.npu.empty_with_format(
-            list(weight.shape[::-1]), dtype=weight.dtype, device="npu", acl_format=FRACTAL_NZ
+            list(weight.mT.shape), dtype=weight.dtype, device="npu", acl_format=FRACTAL_NZ
         )
         return tiled
+
+    def stored_experts(self, experts: Experts) -> Experts:
+        down_scale = experts.down_scale
+        return replace(
+            experts,
+            router=experts.router.bfloat16(),
+            gate_up=self.stored(experts.gate_up),
+            down=self.stored(experts.down),
+            down_scale=None if down_scale is None else down_scale.bfloat16(),
+        )
 
 
 UNFILLED = UnfilledOps()
@@ -84,6 +95,8 @@ class Variant:
     """In W8A8."""
     norms_heads: bool = False
     """With the norms of SDAR, and without biases."""
+    has_experts: bool = False
+    """With experts as LLaDA2's, but fewer."""
 
 
 def variants() -> dict[str, Variant]:
@@ -93,6 +106,8 @@ def variants() -> dict[str, Variant]:
         "w8a8": Variant(UNFILLED, is_int8=True),
         "w8a8_tp4": Variant(UNFILLED, tp_size=4, is_int8=True),
         "sdar": Variant(UNFILLED, norms_heads=True),
+        "llada2": Variant(UNFILLED, norms_heads=True, has_experts=True),
+        "llada2_w8a8": Variant(UNFILLED, norms_heads=True, has_experts=True, is_int8=True),
         "plain_fused": Variant(UNFILLED, is_plain=True),
         "unfused": Variant(PlainOps()),
     }
@@ -139,6 +154,36 @@ def with_norms(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
     return found | {f"layers.{n}.{x}_norm.weight": ones for n in range(config.num_layers) for x in "qk"}
 
 
+EXPERTS = ExpertsConfig(
+    num_experts=16, per_token=4, num_groups=4, kept_groups=2, scale=2.5, inner=512, shared_inner=512, first_layer=0
+)
+
+
+def with_experts(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The weights with experts in place of MLPs."""
+    found = {name: weight for name, weight in weights.items() if not name.endswith(("gate_up.weight", "down.weight"))}
+    number, inner, hidden = EXPERTS.num_experts, EXPERTS.inner, config.hidden_size
+    shapes = {
+        "shared_gate_up.weight": (2 * inner, hidden),
+        "shared_down.weight": (hidden, inner),
+        "experts_gate_up.weight": (number * 2 * inner, hidden),
+        "experts_down.weight": (number * hidden, inner),
+    }
+    for n in range(config.num_layers):
+        found |= {
+            f"layers.{n}.{name}": torch.empty(*shape, dtype=torch.bfloat16, device="npu")
+            for name, shape in shapes.items()
+        }
+    return found
+
+
+def with_router(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    number, hidden = EXPERTS.num_experts, config.hidden_size
+    routers = {"router.weight": (number, hidden), "router.bias": (number,)}
+    named = {f"layers.{n}.{name}": shape for n in range(config.num_layers) for name, shape in routers.items()}
+    return {**weights, **{name: torch.empty(shape, device="npu") for name, shape in named.items()}}
+
+
 class Sample:
     """A model of ``num_layers`` of Dream-7B with its whole vocabulary, caches and scores."""
 
@@ -151,9 +196,13 @@ class Sample:
         else:
             weights = dream_weights(own, torch.bfloat16, filled=False)
             weights["embed.weight"] = weights["embed.weight"].new_empty(config.vocab_size, config.hidden_size)
+            weights = with_experts(weights, config) if variant.has_experts else weights
             weights |= int8_weights(weights) if variant.is_int8 else {}
             weights = with_norms(weights, config) if variant.norms_heads else weights
             family = sdar.FAMILY if variant.norms_heads else dream.FAMILY
+            if variant.has_experts:
+                family, config = llada2.FAMILY, replace(config, experts=EXPERTS)
+                weights = with_router(weights, config)
             self.model = Decoder(family, config, weights, variant.ops, group)
         first = self.model.first_token_id
         ids = range(first, first + self.model.local_vocab_size)

@@ -363,6 +363,11 @@ def test_only_the_tensor_parallel_communicator_runs_on_the_vector_cores(monkeypa
     assert expansion_modes() == {"tp": None, "bp": None}
     monkeypatch.setenv(hccl.EXPANSION_VARIABLE, "AIV")
     assert expansion_modes() == {"tp": None, "bp": 2}
+    monkeypatch.setenv(hccl.TP_VARIABLE, "AIV_ONLY")
+    assert expansion_modes() == {"tp": 4, "bp": 2}
+    monkeypatch.setenv(hccl.TP_VARIABLE, "4")
+    with pytest.raises(ParameterError, match="LOPA_TP_EXPANSION_MODE: unknown value '4'; choose one of AI_CPU, AIV,"):
+        expansion_modes()
 
 
 def expansion_modes() -> dict[str, int | None]:

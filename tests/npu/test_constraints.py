@@ -96,7 +96,7 @@ ATTENTION: Calls = {
 LIFTED_ATTENTION: Calls = {
     "float32": ("bfloat16 alone", FLOATS),
     "float32 in BSH": ("float16 or bfloat16", BSH | FLOATS | {"query": BSH["query"].float()}),
-    "small heads": ("128 or 192", SMALL_HEADS),
+    "small heads": ("16 to 256 in steps", SMALL_HEADS),
     "heads that are no multiple of 16": ("multiple of 16", BSH | SMALL_HEADS | {"query": zeros(2, 20, 14 * 8)}),
 }
 
@@ -137,11 +137,20 @@ ROTATIONS: Calls = {
 }
 
 GATE_UP: dict[str, Any] = {"x": zeros(3, 9472), "activate_left": True, "quant_mode": 1}
+INT_GATE_UP: dict[str, Any] = {
+    "x": zeros(3, 9472, dtype=torch.int32),
+    "weight_scale": torch.zeros(2, 9472),
+    "activation_scale": torch.zeros(3),
+}
 SWIGLU_QUANTS: Calls = {
     "float32 to quantise": ("bfloat16", {"x": zeros(3, 9472, dtype=torch.float32)}),
     "rows of no multiple of 64": ("multiple of 64", {"x": zeros(3, 96)}),
     "rows of a whole Dream-7B": ("memory of a vector core", {"x": zeros(3, 37888)}),
     "a static scale": ("one mode alone", {"quant_mode": 0}),
+    "integers without scales": ("float32 scales", {"x": zeros(3, 9472, dtype=torch.int32)}),
+    "scales of bfloat16": ("nothing to dequantise", {"weight_scale": torch.zeros(9472)}),
+    "long rows in groups": ("at most 7232", INT_GATE_UP | {"group_index": torch.tensor([1, 2])}),
+    "a scale of outputs without groups": ("weight_scale is", INT_GATE_UP | {"weight_scale": torch.zeros(1, 9472)}),
 }
 
 NORM = {"x1": zeros(3, 8), "x2": zeros(3, 8), "gamma": zeros(8)}

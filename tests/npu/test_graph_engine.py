@@ -3,12 +3,14 @@ graphs, and through torchair's FX graphs after its passes; what a step launches,
 
 from __future__ import annotations
 
+import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from examples.plain_dream.plain_dream import PlainDream
@@ -280,20 +282,28 @@ def test_kept_graphs_of_a_plain_model_hold_for_its_forward_alone(tmp_path: Path)
     assert len(set(eager)) == 3
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_experts_are_launched_with_the_step(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "quantization"), slow_but(product(MODES, (None, "w8a8")), [("ge", None), ("npugraph_ex", "w8a8")])
+)
+def test_experts_are_launched_with_the_step(mode: str, quantization: str | None, tmp_path: Path) -> None:
+    """With a router that bfloat16 holds exactly."""
     params = DecodingParams(max_new_tokens=30, num_branches=3, block_size=8, tau_conf=0.5, tau_add=1.0, ignore_eos=True)
-    model, prompt = golden.FOLDER / "models" / "llada2" / "model_a", [5, 3, 8, 2, 9]
-    shape = GraphParams(num_branches=3, block_size=8)
+    model, prompt = (
+        shutil.copytree(golden.FOLDER / "models" / "llada2" / "model_a", tmp_path / "model"),
+        [5, 3, 8, 2, 9],
+    )
+    weights = load_file(model / "model.safetensors")
+    save_file({name: x.bfloat16().to(x.dtype) for name, x in weights.items()}, model / "model.safetensors")
+    graphs = options(graph_params=GraphParams(num_branches=3, block_size=8), max_model_len=128)
     with numeric():
         outputs = []
         for graph_mode in ("eager", mode):
-            llm = LLM(model, **options(graph_mode=graph_mode, dtype="bfloat16", graph_params=shape, max_model_len=128))
+            llm = LLM(model, graph_mode=graph_mode, dtype="bfloat16", quantization=quantization, **graphs)
             outputs.append(llm.generate([prompt], params, quiet=True)[0])
-        graphs = llm.engine.stats().graphs
-    assert graphs is not None
-    assert graphs.num_steps
-    assert not graphs.eager_steps
+        stats = llm.engine.stats().graphs
+    assert stats is not None
+    assert stats.num_steps
+    assert not stats.eager_steps
     assert outputs[0].token_ids == outputs[1].token_ids
 
 

@@ -31,6 +31,7 @@ from tests.npu.report import (
     UnfilledOps,
     Variant,
     captured_forward,
+    captured_step,
     lowered_model,
     lowered_policy,
     lowered_step,
@@ -131,6 +132,14 @@ def test_tasks_of_forward_passes_of_causal_models(name: str, bucket: PassShape, 
     """Rows of one token; blocks that are committed, alone and for the slots of branches; blocks that are filled."""
     one, two = (captured_forward(variants()[name], count, bucket) for count in (1, 2))
     assert (two - one).total() == per_layer
+
+
+@pytest.mark.parametrize(("name", "per_layer"), [("llada2", 20), ("llada2_w8a8", 22)])
+def test_tasks_of_a_layer_with_experts(name: str, per_layer: int) -> None:
+    """Beside those of SDAR: a product and the choice of the router, two kernels that move rows, which also round and
+    add, and the MLPs."""
+    one, two = (captured_step(variants()[name], count) for count in (1, 2))
+    assert (two - one).total() == per_layer, two - one
 
 
 @pytest.mark.slow

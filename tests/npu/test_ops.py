@@ -4,7 +4,7 @@ strict mode."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from lopa_ascend.backend.cpu import definition
 from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Entries, Experts
 from lopa_ascend.backend.npu.ops import NpuOps
+from lopa_ascend.checkpoint import quantize_weight
 from lopa_ascend.config import ATTENTION_LAYOUTS, ExpertsConfig
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.kv.pool import KVPool
@@ -89,12 +90,83 @@ def test_experts(seed: int, rows: int, groups: tuple[int, int, int], per_token: 
     gate_up = randn(seed + 2, number * size, 2 * inner, hidden, dtype=dtype) / 5
     down = randn(seed + 3, number * size, hidden, inner, dtype=dtype) / 5
     x = randn(seed + 4, rows, hidden, dtype=dtype)
-    stored = (NPU.stored_experts(weight.to("npu")) for weight in (gate_up, down))
-    on_device = Experts(sizes, router.to("npu"), bias.to("npu"), *stored)
-    got = NPU.moe(x.to("npu"), on_device)
-    expected = CPU.moe(x, Experts(sizes, router, bias, gate_up, down))
+    if seed % 2:
+        router = router.bfloat16().float()
+    given = Experts(sizes, router, bias, gate_up, down)
+    shared = randn(seed + 5, rows, hidden, dtype=dtype) if seed % 3 else None
+    stored = NPU.stored_experts(on_npu(given))
+    assert stored.router.dtype == (torch.bfloat16 if seed % 2 else torch.float32)
+    got = NPU.moe(x.to("npu"), stored, None if shared is None else shared.to("npu"))
+    expected = CPU.moe(x, given, shared)
     scale = expected.abs().max()
     assert_same(got / scale, expected / scale)
+
+
+def on_npu(experts: Experts) -> Experts:
+    given = {field.name: getattr(experts, field.name) for field in fields(experts)}
+    return Experts(**{name: x.to("npu") if isinstance(x, Tensor) else x for name, x in given.items()})
+
+
+def random_experts(seed: int, inner: int, *int8: str) -> Experts:
+    """Of 8 experts in 2 groups, with hidden states of 64. ``int8``: which weights."""
+    sizes = ExpertsConfig(
+        num_experts=8,
+        per_token=3,
+        num_groups=2,
+        kept_groups=1,
+        scale=2.5,
+        inner=inner,
+        shared_inner=inner,
+        first_layer=0,
+    )
+    gate_up, down = randn(seed, 8, 2 * inner, 64) / 8, randn(seed + 1, 8, 64, inner) / 8
+    given: dict[str, Tensor] = {"router": randn(seed + 2, 8, 64).bfloat16().float() / 8, "bias": randn(seed + 3, 8) / 4}
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if name in int8:
+            codes, scales = zip(*map(quantize_weight, weight), strict=True)
+            given |= {name: torch.stack(codes), f"{name}_scale": torch.stack(scales)}
+        else:
+            given[name] = weight.bfloat16()
+    return Experts(sizes, **given)
+
+
+@pytest.mark.parametrize("inner", [64, 40])
+@pytest.mark.parametrize("int8", [(), ("gate_up",), ("down",), ("gate_up", "down")])
+def test_int8_experts_as_the_cpu_computes_them(int8: tuple[str, ...], inner: int) -> None:
+    experts, x = random_experts(0, inner, *int8), randn(9, 50, 64, dtype=torch.bfloat16)
+    got = NPU.moe(x.to("npu"), NPU.stored_experts(on_npu(experts)))
+    expected = CPU.moe(x, experts)
+    scale = expected.abs().max()
+    assert_same(got / scale, expected / scale)
+
+
+def test_weights_of_experts_are_not_rounded() -> None:
+    """Those of a token sum up to ``scale``, which rounded ones do not: equal experts give what one of them does."""
+    one, x = random_experts(0, 64), randn(9, 50, 64, dtype=torch.bfloat16)
+    equal = replace(one, gate_up=one.gate_up[:1].expand(8, -1, -1), down=one.down[:1].expand(8, -1, -1))
+    results = [
+        NPU.moe(x.to("npu"), NPU.stored_experts(on_npu(replace(equal, sizes=sizes)))).cpu()
+        for sizes in (replace(one.sizes, per_token=number, scale=2.0) for number in (2, 3))
+    ]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("int8", "inner", "kernels"),
+    [
+        ((), 64, ["grouped_matmul", "swiglu", "grouped_matmul"]),
+        (("gate_up", "down"), 64, ["grouped_matmul", "dequant_swiglu_quant", "grouped_matmul"]),
+        (("gate_up", "down"), 40, ["grouped_matmul", "swiglu", "dynamic_quant", "grouped_matmul"]),
+        (("down",), 64, ["grouped_matmul", "swiglu", "dynamic_quant", "grouped_matmul"]),
+    ],
+)
+def test_kernels_of_experts(int8: tuple[str, ...], inner: int, kernels: list[str]) -> None:
+    experts = NPU.stored_experts(on_npu(random_experts(0, inner, *int8)))
+    x = randn(9, 50, 64, dtype=torch.bfloat16).to("npu")
+    with host_traffic() as traffic:
+        NPU.moe(x, experts, x)
+    own = ["moe_gating_top_k", "moe_init_routing_v2", *kernels, "moe_finalize_routing"]
+    assert traffic.launches == ["aten::mm", *(f"npu::npu_{name}" for name in own)]
 
 
 @given(seeds, rows, st.integers(1, 80), dtypes)

@@ -111,6 +111,23 @@ def test_swiglu_is_quantised_by_its_own_kernel_where_that_takes_the_rows(length:
     assert (codes.cpu().int() - expected_codes.int()).abs().max() <= 1
 
 
+@pytest.mark.parametrize(
+    ("length", "kernels"), [(640, ["dequant_swiglu_quant"]), (24576, ["dequant_swiglu_quant"]), (37888, [])]
+)
+def test_swiglu_of_integer_products_is_not_rounded_before(length: int, kernels: list[str]) -> None:
+    """Where CANN's recipes have rows as long; longer ones are rounded."""
+    (codes, scale), (weight, weight_scale) = CPU.quantize(randn(5, 64).bfloat16()), quantize_weight(randn(length, 64))
+    given = (NPU.stored(weight.to("npu")), weight_scale.to("npu"), torch.bfloat16)
+    with host_traffic() as traffic:
+        found, found_scale = NPU.quant_swiglu(codes.to("npu"), scale.to("npu"), *given)
+    launched = [name for name in traffic.launches if name.startswith("npu::")]
+    own = ["quant_matmul", *(kernels or ["swiglu", "dynamic_quant"])]
+    assert launched == [f"npu::npu_{name}" for name in own]
+    expected, expected_scale = CPU.quant_swiglu(codes, scale, weight, weight_scale, torch.bfloat16)
+    torch.testing.assert_close(found_scale.cpu(), expected_scale, rtol=2**-6, atol=0)
+    assert (found.cpu().int() - expected.int()).abs().max() <= 2
+
+
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 
 GRAPHS: dict[str, Any] = {"device": "npu", "enable_prefix_caching": False, "max_num_seqs": 1, "max_model_len": 256}

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_npu import npu
 
 from scripts.bench.plan.devices import load_device
-from scripts.selftest import int8_cases, parts, step_cases, updates
+from scripts.selftest import findings, int8_cases, parts, speed, step_cases, updates
 from scripts.selftest.__main__ import main
 from scripts.selftest.findings import Finding, eager_ops, examine_cases, merged, slowest
 from tests.npu.lab import attention, capture
@@ -46,10 +46,13 @@ ALL_PRODUCTS = int8_cases.PRODUCTS
 
 @pytest.fixture(autouse=True)
 def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One int8 product without bias, since the larger ones take seconds here, and a large pool of few pages."""
+    """One int8 product without bias, since the larger ones take seconds here, and a large pool of few pages, and
+    attention of one block in place of many."""
     name = "o of a rank of four"
     monkeypatch.setattr(int8_cases, "PRODUCTS", {name: ALL_PRODUCTS[name]})
     monkeypatch.setattr(step_cases, "LARGE", 2**23)
+    for module in (speed, findings):
+        monkeypatch.setattr(module, "MANY", ((1, 1024),))
     monkeypatch.setattr(parts, "PRODUCTS", ((96, 64), (64, 32)))
 
 
@@ -81,7 +84,7 @@ def test_where_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     status, verdicts, last = reported(capsys, "--json", str(file))
     assert last == "options for the server: --device npu --attention-layout TND --graph-mode npugraph_ex"
     assert status == 0
-    assert len(verdicts) == 49
+    assert len(verdicts) == 51
     assert sum(name.startswith("W8A8: ") for name in verdicts) == 11
     assert [name for name, verdict in verdicts.items() if verdict != "ok"] == [
         "attention, pool smaller than the entries' pages, at once"
@@ -93,10 +96,10 @@ def test_where_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert report["stack"]["CANN"] == "9.1.0"
     assert last.endswith(report["options"])
     assert {layout: list(times) for layout, times in report["attention_us"].items()} == {
-        "TND": ["544", "4096"],
-        "TND16": ["544", "4096"],
+        layout: ["4 blocks, 544 keys", "4 blocks, 4096 keys", "1 blocks, 1024 keys"] for layout in ("TND", "TND16")
     }
-    assert report["attention_us"]["TND"]["4096"] > report["attention_us"]["TND"]["544"]
+    times = report["attention_us"]["TND"]
+    assert times["4 blocks, 4096 keys"] > times["4 blocks, 544 keys"]
     assert list(report["updates_us"]["1"]) == [updates.KEPT, updates.CHANGED, updates.IN_THREAD]
     assert report["updates_us"]["0"] == "not measured: this process does not know how it was started"
     assert report["parts"]["products_bytes"] == 2 * (96 * 64 + 64 * 32)

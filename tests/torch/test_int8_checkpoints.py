@@ -61,18 +61,19 @@ def write_compressed(source: Path, path: Path, change: Change = lambda *_: None)
     return path
 
 
-def write_modelslim(source: Path, path: Path, change: Change = lambda *_: None, *, static: bool = False) -> Path:
-    """A written checkpoint as ModelSlim has it: down_proj static if ``static``, all others dynamic."""
+def write_modelslim(source: Path, path: Path, change: Change = lambda *_: None, *, static: str = "") -> Path:
+    """A written checkpoint as ModelSlim has it: down_proj of the kind ``static``, if given, all others dynamic."""
     tensors = read_all(source)
     types: dict[str, str] = {}
     for name in [name for name in tensors if name.endswith(".weight_scale")]:
         module = name.removesuffix(".weight_scale")
-        kind = "W8A8" if static and module.endswith("down_proj") else "W8A8_DYNAMIC"
+        kind = static if static and module.endswith("down_proj") else "W8A8_DYNAMIC"
         parts = {"weight_scale": tensors[name], "weight_offset": torch.zeros_like(tensors[name])}
-        if kind == "W8A8":
+        if kind != "W8A8_DYNAMIC":
             sums = tensors[f"{module}.weight"].sum(1, dtype=torch.int32)
             offset = torch.tensor([3], dtype=torch.int8)
-            parts = {"input_scale": torch.tensor([0.5]), "input_offset": offset}
+            dynamic = parts if kind == "W8A8_MIX" else {}
+            parts = {"input_scale": torch.tensor([0.5]), "input_offset": offset, **dynamic}
             parts |= {"deq_scale": tensors.pop(name).flatten() * 0.5, "quant_bias": -3 * sums}
         tensors |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
         types |= {f"{module}.{part}": kind for part in ("weight", *parts)}
@@ -162,7 +163,7 @@ def test_checks_before_a_launch_and_plans_know_int8_directories(
 
 
 def test_static_scales_load_with_a_warning(int8_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write_modelslim(int8_path, tmp_path, static=True)
+    path = write_modelslim(int8_path, tmp_path, static="W8A8")
     weights, expected = load(path)[1], load(int8_path)[1]
     assert torch.equal(weights["layers.0.down.weight"], expected["layers.0.down.weight"])
     torch.testing.assert_close(weights["layers.0.down.weight_scale"], expected["layers.0.down.weight_scale"])
@@ -171,6 +172,21 @@ def test_static_scales_load_with_a_warning(int8_path: Path, tmp_path: Path, capl
     assert (
         f"static scales for the activations of {DOWN}, model.layers.1.mlp.down_proj; they are not used" in caplog.text
     )
+
+
+def test_a_mixed_checkpoint_is_the_dynamic_one(
+    int8_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its static scales are wrong here, and nothing reads them."""
+
+    def change(_: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors[f"{DOWN}.deq_scale"].fill_(-1)
+        tensors[f"{DOWN}.quant_bias"].fill_(7)
+
+    path = write_modelslim(int8_path, tmp_path, change, static="W8A8_MIX")
+    assert same(load(path)[1], load(int8_path)[1])
+    LLM(path)
+    assert "static" not in caplog.text
 
 
 def test_an_adapter_is_merged_before(float_path: Path, int8_path: Path, tmp_path: Path) -> None:
@@ -325,7 +341,7 @@ def test_refused_in_compressed_tensors(case: str, int8_path: Path, tmp_path: Pat
 def test_refused_in_modelslim(case: str, int8_path: Path, tmp_path: Path) -> None:
     change, message = (MODELSLIM | STATIC)[case]
     with pytest.raises(CheckpointError, match=message):
-        load(write_modelslim(int8_path, tmp_path, change, static=case in STATIC))
+        load(write_modelslim(int8_path, tmp_path, change, static="W8A8" if case in STATIC else ""))
 
 
 def test_names_and_fields_of_other_versions(int8_path: Path, tmp_path: Path) -> None:

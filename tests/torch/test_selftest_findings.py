@@ -21,12 +21,24 @@ from scripts.selftest.cases import CAPTURED, CPU, Case
 from scripts.selftest.exchanges import EXCHANGES, exchanges_case
 from scripts.selftest.findings import Finding, examine, examine_cases, merged, options, shortened, slowest
 from scripts.selftest.layer_cases import random_layer_inputs
+from scripts.selftest.speed import FEW, MANY, TIMED_LAYOUTS, speed_name
 
 ONE = torch.ones(1)
 
 
 def case(name: str, run: Callable[[], Any] = lambda: ONE) -> Case:
     return Case(name, run, ONE, timed=False)
+
+
+def test_a_layout_that_is_faster_for_few_sequences_alone_is_named_for_those() -> None:
+    """As the kernel's source has it of entries of 16 queries."""
+    micros = {("TND16", *case): 10.0 if case in FEW else 300.0 for case in (*FEW, *MANY)}
+    timed = [
+        Finding(speed_name(layout, *case), "ok", micros=micros.get((layout, *case), 100.0))
+        for layout in TIMED_LAYOUTS
+        for case in (*FEW, *MANY)
+    ]
+    assert (module.chosen_layout(timed), module.chosen_layout(timed, FEW)) == ("TND", "TND16")
 
 
 def raises(error: Exception) -> Callable[[], Any]:

@@ -256,10 +256,15 @@ NO_EXPANDABLE_PINNED = "without pin_memory_expandable_segments:True"
         ({"HCCL_DETERMINISTIC": "False"}, "ok", "ok"),
         (
             {"HCCL_DETERMINISTIC": "strict"},
-            "note  environment: HCCL_DETERMINISTIC is 'strict', with which all sums leave the vector cores and take "
-            "longer; see --deterministic",
+            "note  environment: HCCL_DETERMINISTIC is 'strict', with which HCCL sums more than 512 KiB of up to 8 "
+            "ranks on the device's CPU; see --deterministic",
             "note",
         ),
+        ({"HCCL_OP_RETRY_ENABLE": "L0:0, L1:0"}, "ok", "ok"),
+        ({"HCCL_OP_RETRY_ENABLE": "L1:1"}, "note  environment: HCCL_OP_RETRY_ENABLE is 'L1:1', with", "note"),
+        ({"HCCL_HOST_SOCKET_PORT_RANGE": "auto"}, "note  environment: HCCL_HOST_SOCKET_PORT_RANGE is 'auto'", "note"),
+        ({"RANK_TABLE_FILE": "/etc/ranks"}, "note  environment: RANK_TABLE_FILE is '/etc/ranks', by which", "note"),
+        ({"RANK_TABLE_FILE": ""}, "ok", "ok"),
         ({"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, "ok", "ok"),
         (
             {"PYTORCH_NPU_ALLOC_CONF": "page_size:1g, pin_memory_expandable_segments:True"},

@@ -144,7 +144,7 @@ def test_what_a_driver_does_not_tell_is_not_known():
 
 NODE = Launch(device="npu", tp=4, bp=4)
 HALF = replace(NODE, bp=2)
-RESET = "or reset it (npu-smi set -t reset -i 0 -c 0)"
+RESET = "or reset it while nothing runs on this node (npu-smi set -t reset -i 0 -c 0)"
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ RESET = "or reset it (npu-smi set -t reset -i 0 -c 0)"
             replace(NODE, tp=1, bp=2, nnodes=2),
             None,
             driver(NEWER, link="DOWN"),
-            ["note  health: die 0: its link to the network between nodes is down"],
+            ["note  health: die 0: its RoCE link between nodes is down; nodes of one super-pod do without it"],
         ),
     ],
 )

@@ -105,13 +105,13 @@ def _routed(x: Tensor, experts: Experts) -> list[dict[int, float]]:
     return tokens
 
 
-def moe(x: Tensor, experts: Experts) -> Tensor:
-    """The weighted sum of the MLPs of the experts that each token of x [T, hidden] takes."""
+def moe(x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
+    """The weighted sum of the MLPs of the experts that each token of x [T, hidden] takes, and ``shared``."""
     total = torch.zeros(x.shape)
     for row, found in enumerate(_routed(x, experts)):
         for expert, weight in found.items():
             total[row] += weight * _expert(x[row : row + 1], experts, expert)[0].float()
-    return total.to(x.dtype)
+    return total.to(x.dtype) if shared is None else total.to(x.dtype) + shared
 
 
 def _expert(x: Tensor, experts: Experts, number: int) -> Tensor:
@@ -173,6 +173,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def swiglu_quant(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """``swiglu`` of [T, 2 * I] as int8 [T, I] and a scale for each row, float32 [T]."""
     return quantize(swiglu(gate_up))
+
+
+def quant_swiglu(
+    codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """``swiglu_quant`` of ``quant_linear`` without a bias."""
+    return swiglu_quant(quant_linear(codes, scale, weight, weight_scale, None, dtype))
 
 
 def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:

@@ -115,10 +115,12 @@ class CpuOps:
         out = multiply_int4(codes, weight).mul_(scale[:, None])
         return (out if bias is None else out.add_(bias.float())).to(dtype)
 
-    def stored_experts(self, weight: Tensor) -> Tensor:
-        return weight
+    def stored_experts(self, experts: Experts) -> Experts:
+        return experts
 
-    def moe(self, x: Tensor, experts: Experts) -> Tensor:
+    def moe(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
+        if shared is not None:
+            return self.moe(x, experts) + shared
         if torch.compiler.is_compiling():
             return call_moe(self._number, x, experts)
         ids, weights = route(self.linear(x.float(), experts.router), experts.bias, experts.sizes)
@@ -182,6 +184,11 @@ class CpuOps:
 
     def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         return self.quantize(self.swiglu(gate_up))
+
+    def quant_swiglu(
+        self, codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        return self.swiglu_quant(self.quant_linear(codes, scale, weight, weight_scale, None, dtype))
 
     def kv_write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None

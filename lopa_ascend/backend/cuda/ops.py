@@ -85,10 +85,10 @@ class CudaOps:
     ) -> Tensor:
         raise NotImplementedError("int4 weights are refused before they are read")
 
-    def stored_experts(self, weight: Tensor) -> Tensor:
+    def stored_experts(self, experts: Experts) -> Experts:
         raise NotImplementedError("models with experts are refused before their weights are read")
 
-    def moe(self, x: Tensor, experts: Experts) -> Tensor:
+    def moe(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
         raise NotImplementedError("models with experts are refused before their weights are read")
 
     def settle(self, weights: Iterable[Tensor]) -> str:
@@ -171,6 +171,11 @@ class CudaOps:
 
     def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         return self._quantize(gate_up.contiguous(), gates=True)
+
+    def quant_swiglu(
+        self, codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        return self.swiglu_quant(self.quant_linear(codes, scale, weight, weight_scale, None, dtype))
 
     def _quantize(self, x: Tensor, *, gates: bool) -> tuple[Tensor, Tensor]:
         rows, size = x.shape[0], x.shape[1] // (2 if gates else 1)

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 MIN_GROUP = 2
 """The kernel of routing takes groups of more experts than these."""
-TND_HEADS = (128, 192)
-"""Elements of the heads that attention takes in the layouts TND and TND16."""
+TND_HEADS = range(16, 257, 16)
+"""Elements of the heads that attention takes in the layouts TND and TND16 by its source (ops-transformer, the tiling of
+fused_infer_attention_score); its documents name 128 and 192."""
 
 
 class Npu(Device):
@@ -69,9 +70,6 @@ class Npu(Device):
         return NpuOps(attention_layout=config.attention_layout)
 
     def check_model(self, config: EngineConfig, model: ModelConfig, path: Path, *, has_int8: bool) -> Sequence[str]:
-        if model.experts is not None and has_int8:
-            message = f"'w8a8' does not go with device npu for the mixture of experts of {path}; leave it out"
-            raise ParameterError("quantization", message)
         if model.experts is not None and (size := model.experts.num_experts // model.experts.num_groups) <= MIN_GROUP:
             found = f"{path}: groups of {size} experts (num_experts / n_group)"
             raise ParameterError("model", f"{found} are too small for device npu, which takes more than {MIN_GROUP}")
@@ -122,10 +120,9 @@ def _doubts(attention_layout: str, model: ModelConfig) -> Iterator[str]:
     if model.dtype == "float32":
         yield "attention on an NPU takes no float32; choose dtype bfloat16"
     if attention_layout != "BSH" and model.head_dim not in TND_HEADS:
-        yield (
-            f"attention_layout {attention_layout} takes heads of {' or '.join(map(str, TND_HEADS))} elements; this "
-            f"model has heads of {model.head_dim}, so choose BSH"
-        )
+        sizes = f"{TND_HEADS[0]} to {TND_HEADS[-1]} elements, in steps of {TND_HEADS.step}"
+        found = f"this model has heads of {model.head_dim}, so choose BSH"
+        yield f"attention_layout {attention_layout} takes heads of {sizes}; {found}"
 
 
 DEVICE = Npu()

@@ -39,7 +39,7 @@ from lopa_ascend.backend.graph_cache import CachingCompiler, GraphCache
 from lopa_ascend.backend.memory import causes
 from lopa_ascend.backend.npu.captured import CapturedRun, capturing
 from lopa_ascend.backend.npu.gate import replay_seconds
-from lopa_ascend.backend.npu.rewrites import join_in_place, split_in_one_op, sum_in_place
+from lopa_ascend.backend.npu.rewrites import join_in_place, multiply_in_float32, split_in_one_op, sum_in_place
 
 MAX_GRAPHS = 64
 """npugraph_ex's own limit: a graph takes streams and events of the device, which has some two thousand."""
@@ -225,6 +225,9 @@ class Ge(PackageCompiler):
 
     def _config(self) -> Any:
         return torchair.CompilerConfig()
+
+    def _rewrite(self, module: torch.fx.GraphModule) -> None:
+        multiply_in_float32(module)
 
 
 class NpuGraphEx(PackageCompiler):

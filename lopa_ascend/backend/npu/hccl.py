@@ -7,8 +7,12 @@ from typing import Any
 
 from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
+from lopa_ascend.config import ParameterError
+
 EXPANSION_VARIABLE, BUFFER_VARIABLE = "HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE"
 """Set the expansion mode, and the MB of a buffer, of all communicators that have no option of their own."""
+TP_VARIABLE = "LOPA_TP_EXPANSION_MODE"
+"""Sets that of the tensor parallel communicator alone. HCCL would give the mode AIV_ONLY to all of them."""
 BUFFER_MB = 64
 """A communicator takes twice this from a die. The largest message of a default step has 56 MiB, and HCCL sends larger
 ones in pieces."""
@@ -19,6 +23,8 @@ VECTOR_CORES = 3
 Larger ones (of sums, above 1 MiB a rank) run as with AI_CPU."""
 VECTOR_CORES_ALONE = 4
 """As before, but nothing runs as with AI_CPU (HCCL, ``comm_config.cc``)."""
+MODES = {"AI_CPU": AI_CPU, "AIV": VECTOR_CORES, "AIV_ONLY": VECTOR_CORES_ALONE}
+"""By the values of ``TP_VARIABLE``."""
 
 
 def communicator_options(purpose: str, timeout: int, mode: int | None = None) -> Any:
@@ -30,11 +36,16 @@ def communicator_options(purpose: str, timeout: int, mode: int | None = None) ->
 
     Args:
         timeout: seconds after which HCCL gives up a silent rank.
-        mode: the expansion mode, whatever the variable says; None for the one above.
+        mode: the expansion mode, whatever the variables say; None for the one above.
+
+    Raises:
+        ParameterError: ``TP_VARIABLE`` has an unknown value.
     """
-    given = os.environ.get(EXPANSION_VARIABLE)
+    given, own = os.environ.get(EXPANSION_VARIABLE), os.environ.get(TP_VARIABLE)
+    if own and own not in MODES:
+        raise ParameterError(TP_VARIABLE, f"unknown value {own!r}; choose one of {', '.join(MODES)}")
     if mode is None and purpose == "tp":
-        mode = None if given else VECTOR_CORES
+        mode = MODES[own] if own else None if given else VECTOR_CORES
     elif mode is None:
         mode = AI_CPU if given == "AIV" else None
     settings = {"hccl_exec_timeout": timeout}

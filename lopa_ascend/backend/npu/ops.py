@@ -7,7 +7,7 @@ Three things that the kernels need:
   the cache.
 - The positions of a write must be distinct and inside the cache: the kernel does not check them, and writes to wherever
   they point. Padding rows of a bucket are written too, so the caller gives them positions in pages that belong to no
-  sequence, another one for each padding row.
+  sequence, another one for each padding row. (vllm-ascend's tests have -1 skipped, which the documents exclude.)
 - By its documents, the attention kernel needs a cache with at least as many pages as the page tables of its entries
   have places. If all page tables together have more, several kernels take the entries one group after the other.
 """
@@ -15,7 +15,9 @@ Three things that the kernels need:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch_npu
@@ -41,6 +43,10 @@ FUSED_SWIGLU_BYTES = 192 << 10
 """Memory of a vector core, which limits the rows that the kernel of SwiGLU with quantisation takes."""
 FUSED_SWIGLU_MULTIPLE = 64
 """What the same kernel needs the length of a row to be a multiple of."""
+INT32_SWIGLU_LENGTH = 24576
+"""The longest row of integer products that the same kernel has in CANN's recipes for a 910C (Qwen3-8B)."""
+GROUPED_SWIGLU_LENGTH = 7232
+"""The longest row that it takes in groups of experts, by its documents."""
 
 
 class NpuOps:
@@ -75,7 +81,7 @@ class NpuOps:
         self.causal_mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu(1).to(self.device)
 
     def stored(self, weight: Tensor) -> Tensor:
-        transposed = weight.t().contiguous()
+        transposed = weight.mT.contiguous()
         return as_fractal_nz(transposed) if weight.dtype == torch.int8 else transposed
 
     def packed(self, weight: Tensor) -> Tensor:
@@ -111,35 +117,78 @@ class NpuOps:
     ) -> Tensor:
         raise NotImplementedError("int4 weights are refused before they are read")
 
-    def stored_experts(self, weight: Tensor) -> Tensor:
-        return weight.mT.contiguous()
+    def stored_experts(self, experts: Experts) -> Experts:
+        """Weights [E, in, out], and a router in bfloat16 if that rounds nothing: its products are float32 all the same.
 
-    def moe(self, x: Tensor, experts: Experts) -> Tensor:
-        """For experts that are not int8, in groups of more than two. Their weights are rounded to the dtype of x."""
-        sizes = experts.sizes
+        A grouped product in bfloat16 takes scales of outputs in bfloat16 alone. Those of gate_up stay in float32 where
+        another kernel takes them.
+        """
+        e, router, inner = experts, experts.router.bfloat16(), experts.down.shape[2]
+        scales = [e.gate_up_scale, e.down_scale]
+        fits = inner % FUSED_SWIGLU_MULTIPLE == 0 and 2 * inner <= GROUPED_SWIGLU_LENGTH
+        is_fused = fits and all(scale is not None for scale in scales)
+        up_scale, down_scale = (None if scale is None else scale.bfloat16() for scale in scales)
+        return replace(
+            e,
+            router=router if torch.equal(router.float(), e.router) else e.router,
+            gate_up=self.stored(e.gate_up),
+            down=self.stored(e.down),
+            gate_up_scale=e.gate_up_scale if is_fused else up_scale,
+            down_scale=down_scale,
+        )
+
+    def moe(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
+        """For experts in groups of more than two, and int8 ones with x in bfloat16."""
+        e, sizes = experts, experts.sizes
         weights, ids, _ = npu.npu_moe_gating_top_k(
-            torch.mm(x.float(), experts.router.t()),
+            self._routed(x, e.router),
             sizes.per_token,
-            bias=experts.bias,
+            bias=e.bias,
             k_group=sizes.kept_groups,
             group_count=sizes.num_groups,
             group_select_mode=1,  # by the sum of a group's two best
             norm_type=1,  # sigmoid
             routed_scaling_factor=sizes.scale,
         )
-        rows, places, counts, _ = npu.npu_moe_init_routing_v2(
+        rows, places, counts, scale = npu.npu_moe_init_routing_v2(
             x,
             ids,
+            active_num=ids.numel(),
             expert_num=sizes.num_experts,
             expert_tokens_num_type=1,
             expert_tokens_num_flag=True,
-            quant_mode=-1,
+            quant_mode=-1 if e.gate_up_scale is None else 1,  # 1: by token
             active_expert_range=[0, sizes.num_experts],
         )
-        products = _grouped(self.swiglu(_grouped(rows, experts.gate_up, counts)), experts.down, counts)
-        by_rank = places.view(ids.shape).t().flatten()  # first the places of every token's best expert
-        total: Tensor = npu.npu_moe_finalize_routing(products, None, None, None, weights.to(x.dtype), by_rank, None)
+        outputs = self._mlps(e, rows, scale, counts, x.dtype)
+        # Mode 2: ``places`` has the experts of a token side by side.
+        total: Tensor = npu.npu_moe_finalize_routing(
+            outputs, shared, None, None, weights, places, None, drop_pad_mode=2
+        )
         return total
+
+    def _mlps(self, e: Experts, rows: Tensor, scale: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+        """The experts' MLPs of rows, which lie expert after expert, and with ``scale`` if they are int8."""
+        if e.gate_up_scale is not None and e.gate_up_scale.dtype == torch.float32:
+            gated = npu.npu_dequant_swiglu_quant(
+                _grouped(rows, e.gate_up, counts, output_dtype=torch.int32),
+                weight_scale=e.gate_up_scale,
+                activation_scale=scale,
+                group_index=counts,
+                activate_left=True,
+                quant_mode=1,
+            )
+        else:
+            gate_up = _grouped_as(dtype, (rows, scale), e.gate_up, e.gate_up_scale, counts)
+            gated = self.swiglu(gate_up), None
+            gated = gated if e.down_scale is None else npu.npu_dynamic_quant(gated[0])
+        return _grouped_as(dtype, gated, e.down, e.down_scale, counts)
+
+    def _routed(self, x: Tensor, router: Tensor) -> Tensor:
+        """The router's scores, float32 [T, E]."""
+        if x.dtype == router.dtype == torch.bfloat16:
+            return torch.mm(x, router.t(), out_dtype=torch.float32)
+        return torch.mm(x.float(), router.t().float())
 
     def settle(self, weights: Iterable[Tensor]) -> str:
         return "whether rows are independent is not known of NPUs"
@@ -196,6 +245,18 @@ class NpuOps:
         else:
             codes, scale = npu.npu_dynamic_quant(self.swiglu(gate_up))
         return codes, scale
+
+    def quant_swiglu(
+        self, codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        length = weight.shape[1]
+        if length % FUSED_SWIGLU_MULTIPLE or length > INT32_SWIGLU_LENGTH:
+            return self.swiglu_quant(self.quant_linear(codes, scale, weight, weight_scale, None, dtype))
+        product = npu.npu_quant_matmul(codes, weight, weight_scale, output_dtype=torch.int32)
+        gated: tuple[Tensor, Tensor] = npu.npu_dequant_swiglu_quant(
+            product, weight_scale=weight_scale, activation_scale=scale, activate_left=True, quant_mode=1
+        )
+        return gated
 
     def kv_write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
@@ -263,21 +324,36 @@ class NpuOps:
         return [*groups, (slice(first, len(entries.lengths)), kind is True)]
 
 
-def _grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+def _grouped(rows: Tensor, weights: Tensor, counts: Tensor, **options: Any) -> Tensor:
     """The products of rows [n, in], which lie expert after expert, with weights [E, in, out] -> [n, out].
 
     Args:
         counts: rows of each expert, int64 [E].
+        options: of the op, which quantised products need.
     """
     product: Tensor
     (product,) = npu.npu_grouped_matmul(
-        [rows], [weights], group_list=counts, split_item=3, group_type=0, group_list_type=1
+        [rows], [weights], group_list=counts, split_item=3, group_type=0, group_list_type=1, **options
     )
     return product
 
 
+def _grouped_as(
+    dtype: torch.dtype, rows: tuple[Tensor, Tensor | None], weights: Tensor, scale: Tensor | None, counts: Tensor
+) -> Tensor:
+    """``_grouped`` of rows and their scales, with results of a dtype.
+
+    Args:
+        scale: of each output, bfloat16 [E, out]; None if the weights are not int8.
+    """
+    if scale is None:
+        return _grouped(rows[0], weights, counts)
+    return _grouped(rows[0], weights, counts, scale=[scale], per_token_scale=[rows[1]], output_dtype=dtype)
+
+
 def as_fractal_nz(weight: Tensor) -> Tensor:
-    """A copy of an int8 weight [in, out] in the format FRACTAL_NZ, which only ``npu_quant_matmul`` takes."""
+    """A copy of an int8 weight [in, out], or of one for each expert, in the format FRACTAL_NZ, which only the products
+    ``npu_quant_matmul`` and ``npu_grouped_matmul`` take."""
     config = torch_npu.npu.config
     config.allow_internal_format = True  # otherwise the copy would keep the format ND
     try:

@@ -1,4 +1,4 @@
-"""Changes of a step's FX graph that save kernels of a captured graph."""
+"""Changes of a step's FX graph: some save kernels of a captured graph, one lets GE take it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ SAME_MEMORY = {
     *(aten.view.default, aten.view.dtype),
 }
 """Ops whose result is all of their first argument, where that is contiguous."""
+
+
+def multiply_in_float32(module: GraphModule) -> None:
+    """Replaces products with float32 results of narrower tensors, which torchair cannot convert for GE, by the same
+    products of float32 tensors."""
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=aten.mm.dtype):
+        *factors, dtype = node.args
+        with graph.inserting_before(node):
+            wide = [graph.call_function(aten._to_copy.default, (x,), {"dtype": dtype}) for x in factors]
+            for copy, x in zip(wide, factors, strict=True):
+                assert isinstance(x, Node)
+                copy.meta = {**x.meta, "val": x.meta["val"].to(dtype)}
+        node.target, node.args = aten.mm.default, tuple(wide)
+    module.recompile()
 
 
 def sum_in_place(module: GraphModule) -> None:

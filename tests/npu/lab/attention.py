@@ -1,7 +1,8 @@
 """The CPU kernel of npu_fused_infer_attention_score, for paged keys and values.
 
 The constraints are those of torch_npu's documents; for the layout TND, those of version 2 of the op. The documents of
-version 1 exclude pages and grouped query heads in TND, although both run in practice.
+version 1 exclude pages and grouped query heads in TND, although both run in practice. Heads in TND are those of the
+kernel's source (ops-transformer).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def query_spans(query: Tensor, lengths: Sequence[int] | None, layout: str, heads
     if layout == "TND":
         require(query.dim() == 3 and query.shape[1] == heads, f"{NAME}: a TND query is [T, H, D]")
         require_kind(query.dtype == torch.bfloat16, f"{NAME}: TND takes bfloat16 alone")
-        require_kind(query.shape[2] in (128, 192), f"{NAME}: TND takes heads of 128 or 192")
+        require_kind(query.shape[2] in range(16, 257, 16), f"{NAME}: TND takes heads of 16 to 256 in steps of 16")
         require(query.shape[0] <= 1 << 20, f"{NAME}: TND takes no more than 1 M tokens")
         require(lengths is not None, f"{NAME}: TND needs both length lists")
         assert lengths is not None

@@ -29,7 +29,7 @@ OWN = (
     *("resize_as_", "_to_copy", "to", "record_stream", "is_pinned", "_pin_memory", "_reshape_alias", "is_set_to"),
 )
 """Ops that stay torch_npu's own: they allocate, or change the shape and strides of a tensor."""
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.mm.dtype)
 """Ops that are computed in float32 and rounded once, as a device does. The CPU's own kernels of narrower types do the
 same, but on processors without such units they take fifty times as long."""
 HOST_SIDE = "_get_max_workspace"
@@ -37,7 +37,7 @@ HOST_SIDE = "_get_max_workspace"
 FRACTAL_NZ = 29
 """The format in which a device keeps a matrix in tiles. Here such a tensor has the same bytes as another one, in memory
 of the size that the real torch_npu gives it."""
-TAKES_TILES = ("npu::npu_quant_matmul",)
+TAKES_TILES = ("npu::npu_quant_matmul", "npu::npu_grouped_matmul")
 """Ops that take a tensor in this format."""
 DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -75,6 +75,8 @@ def cpu_result(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     """Runs the CPU kernel of an op on tensors of the host; every result of an op comes from here."""
     if op not in PRODUCTS:
         return op(*args, **kwargs)
+    if op is torch.ops.aten.mm.dtype:
+        return (args[0].float() @ args[1].float()).to(args[2])
     return op(*tree_map_only(Tensor, Tensor.float, args), **kwargs).to(args[0].dtype)
 
 
@@ -211,9 +213,9 @@ def is_tiled(x: Tensor) -> bool:
 
 
 def format_cast(input: Tensor, acl_format: int, **options: Any) -> Tensor:
-    """``npu_format_cast`` of an int8 matrix to the format FRACTAL_NZ."""
+    """``npu_format_cast`` of an int8 matrix, or of several, to the format FRACTAL_NZ."""
     require(acl_format == FRACTAL_NZ and not any(options.values()), "npu_format_cast: the laboratory knows FRACTAL_NZ")
-    require(input.dtype == torch.int8 and input.dim() == 2, "npu_format_cast: the laboratory knows int8 matrices")
+    require(input.dtype == torch.int8 and input.dim() in (2, 3), "npu_format_cast: the laboratory knows int8 matrices")
     out: Tensor = torch.ops.npu.empty_with_format(
         list(input.shape), dtype=input.dtype, device="npu", acl_format=acl_format
     )

@@ -17,8 +17,8 @@ from tests.npu.lab.constraints import require
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32)
-BFLOAT16 = 15
-"""The number by which schemas name torch.bfloat16."""
+BFLOAT16, INT32 = 15, 3
+"""The numbers by which schemas name torch.bfloat16 and torch.int32."""
 EXACT_SUMS = 1024
 """Products of int8 values whose sum float32 holds exactly."""
 _library = torch.library.Library("npu", "IMPL")
@@ -207,6 +207,12 @@ def add_rms_norm_dynamic_quant(
     return codes, codes.new_empty(0), total, scale, scale.new_empty(0)
 
 
+def _integer_product(x1: Tensor, x2: Tensor) -> Tensor:
+    """The exact product of int8 matrices, int32."""
+    parts = zip(x1.split(EXACT_SUMS, 1), x2.split(EXACT_SUMS), strict=True)
+    return torch.stack([(left.float() @ right.float()).int() for left, right in parts]).sum(0, dtype=torch.int32)
+
+
 @kernel("npu_quant_matmul")
 def quant_matmul(
     x1: Tensor,
@@ -224,36 +230,63 @@ def quant_matmul(
     require(x1.shape[1] == x2.shape[0], f"{name}: x1 is [M, K] and x2 [K, N]")
     require(x1.numel() > 0, f"{name}: no empty x1")
     require(max(x1.shape[1], x2.shape[1]) <= 65535, f"{name}: last dimensions of at most 65535")
-    require(output_dtype == BFLOAT16, f"{name}: the laboratory knows results in bfloat16 alone")
+    require(output_dtype in (BFLOAT16, INT32), f"{name}: the laboratory knows results in bfloat16 and int32 alone")
     require(scale.dtype in (torch.float32, torch.bfloat16), f"{name}: scale is float32 or bfloat16")
     require(scale.shape == x2.shape[1:], f"{name}: a scale for each output")
+    if output_dtype == INT32:
+        require(pertoken_scale is None and bias is None, f"{name}: int32 results are not scaled")
+        return _integer_product(x1, x2)
     require(pertoken_scale is not None and pertoken_scale.dtype == torch.float32, f"{name}: float32 scales of tokens")
     assert pertoken_scale is not None
     require(pertoken_scale.shape == x1.shape[:1], f"{name}: a scale for each row of x1")
     allowed = (torch.int32, torch.bfloat16, torch.float32)
     require(bias is None or (bias.dtype in allowed and bias.shape == scale.shape), f"{name}: bias is [N]")
     require(bias is None or bias.dtype != torch.int32, f"{name}: the laboratory adds a float bias alone")
-    parts = zip(x1.split(EXACT_SUMS, 1), x2.split(EXACT_SUMS), strict=True)
-    summed = sum((left.float() @ right.float()).double() for left, right in parts)
-    assert isinstance(summed, Tensor)
-    product = summed.float() * scale.float() * pertoken_scale[:, None]
+    product = _integer_product(x1, x2).float() * scale.float() * pertoken_scale[:, None]
     return (product if bias is None else product + bias.float()).bfloat16()
 
 
 @kernel("npu_dequant_swiglu_quant")
 def dequant_swiglu_quant(
-    x: Tensor, *, activate_left: bool = False, quant_mode: int = 0, **others: Any
+    x: Tensor,
+    *,
+    weight_scale: Tensor | None = None,
+    activation_scale: Tensor | None = None,
+    group_index: Tensor | None = None,
+    activate_left: bool = False,
+    quant_mode: int = 0,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Without anything to dequantise. The limits are those of aclnnDequantSwigluQuant and its V2 for A2 and A3."""
+    """Of bfloat16 under the limits of aclnnDequantSwigluQuant for A2 and A3, of int32 under those of its V2, which
+    CANN's recipes call without groups on an A3."""
     name = "npu_dequant_swiglu_quant"
     defaults = {"swiglu_mode": 0, "clamp_limit": 7.0, "glu_alpha": 1.702, "glu_bias": 1.0}
     used = [option for option, given in others.items() if given is not None and given != defaults.get(option)]
     require(not used and activate_left and quant_mode == 1, f"{name}: the laboratory knows one mode alone")
-    require(x.dtype == torch.bfloat16 and x.dim() == 2, f"{name}: a matrix in bfloat16")
+    require(x.dtype in (torch.bfloat16, torch.int32) and x.dim() == 2, f"{name}: a matrix in bfloat16 or int32")
     rows, length = x.shape
     require(length % 64 == 0, f"{name}: rows of a multiple of 64")
-    require(10 * length * 2 + rows * 4 // 40 < 192 * 1024, f"{name}: rows that fit into the memory of a vector core")
-    gate, up = x.float().chunk(2, -1)
+    scales = (weight_scale, activation_scale)
+    if x.dtype == torch.bfloat16:
+        require(all(scale is None for scale in (*scales, group_index)), f"{name}: nothing to dequantise in bfloat16")
+        require(
+            10 * length * 2 + rows * 4 // 40 < 192 * 1024, f"{name}: rows that fit into the memory of a vector core"
+        )
+        gate, up = x.float().chunk(2, -1)
+        return _coded(torch.nn.functional.silu(gate) * up)
+    require(all(scale is not None and scale.dtype == torch.float32 for scale in scales), f"{name}: float32 scales")
+    assert weight_scale is not None
+    assert activation_scale is not None
+    require(activation_scale.shape == (rows,), f"{name}: a scale for each row")
+    groups = () if group_index is None else (len(group_index),)
+    require(weight_scale.shape == (*groups, length), f"{name}: weight_scale is [2H], or [groups, 2H] with groups")
+    if group_index is not None:
+        require(group_index.dtype == torch.int64, f"{name}: group_index is int64")
+        require(
+            length <= 7232 and length // 2 % 64 == 0, f"{name}: H of a multiple of 64, 2H of at most 7232 in groups"
+        )
+        weight_scale = weight_scale.repeat_interleave(group_index, 0)
+    gate, up = (x.float() * weight_scale * activation_scale[:, None]).chunk(2, -1)
     return _coded(torch.nn.functional.silu(gate) * up)
 
 
@@ -320,36 +353,60 @@ def moe_init_routing_v2(  # noqa: PLR0913
     require(x.dtype in FLOATS and x.dim() == 2, f"{name}: x [rows, hidden] of a float dtype")
     require(expert_idx.dtype == torch.int32, f"{name}: expert_idx is int32")
     require(expert_tokens_num_flag and expert_tokens_num_type == 1, f"{name}: the laboratory knows counts alone")
-    known = scale is offset is None and quant_mode == -1 and row_idx_type == drop_pad_mode == 0 and active_num == -1
-    require(known, f"{name}: the laboratory knows no quantisation, and indices of gather alone")
+    known = scale is offset is None and quant_mode in (-1, 1) and row_idx_type == drop_pad_mode == 0
+    require(known, f"{name}: the laboratory knows quantisation by token, and indices of gather alone")
+    require(quant_mode == -1 or x.dtype in HALVES, f"{name}: quantises float16 and bfloat16 alone")
+    require(active_num in (-1, 0, expert_idx.numel()), f"{name}: the laboratory knows all rows as active alone")
     require(list(active_expert_range) == [0, expert_num], f"{name}: the laboratory knows all experts alone")
     flat = expert_idx.flatten().long()
     order = flat.sort(stable=True).indices
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
     counts = flat.bincount(minlength=expert_num)
-    return x[order // expert_idx.shape[1]], places.int(), counts, torch.empty(len(flat))
+    rows = x[order // expert_idx.shape[1]]
+    rows, scales = (rows, torch.empty(len(flat))) if quant_mode == -1 else _coded(rows.float())
+    return rows, places.int(), counts, scales
 
 
 @kernel("npu_grouped_matmul")
-def grouped_matmul(
+def grouped_matmul(  # noqa: PLR0913
     x: Sequence[Tensor],
     weight: Sequence[Tensor],
     *,
+    scale: Sequence[Tensor] | None = None,
+    per_token_scale: Sequence[Tensor] | None = None,
     group_list: Tensor | None = None,
     split_item: int = 0,
     group_type: int = -1,
     group_list_type: int = 0,
+    output_dtype: int | None = None,
     **others: Any,
 ) -> list[Tensor]:
+    """Of int8 it gives int32, as vllm-ascend and CANN's recipes call it, or bfloat16 with scales of it."""
     name = "npu_grouped_matmul"
     known = len(x) == len(weight) == split_item - 2 == group_list_type == 1 and group_type == 0
     require(known, f"{name}: the laboratory knows one x, one weight, groups of rows by their counts alone")
     require(not any(value for value in others.values()), f"{name}: the laboratory knows no other arguments")
     (rows,), (weights,) = x, weight
-    require(rows.dtype == weights.dtype and rows.dtype in FLOATS, f"{name}: x and weight are of one float dtype")
+    known_dtype = rows.dtype in (*FLOATS, torch.int8)
+    require(rows.dtype == weights.dtype and known_dtype, f"{name}: x and weight are of one dtype")
     require(weights.dim() == 3 and rows.shape[1] == weights.shape[1], f"{name}: x [n, in], weight [E, in, out]")
     require(group_list is not None and len(group_list) == len(weights) > 1, f"{name}: a count for each of the groups")
     assert group_list is not None
+    if rows.dtype == torch.int8:
+        parts = zip(rows.split(group_list.tolist()), weights, strict=True)
+        product = torch.cat([_integer_product(part, own) for part, own in parts])
+        if output_dtype == INT32:
+            require(scale is per_token_scale is None, f"{name}: int32 results are not scaled")
+            return [product]
+        require(output_dtype == BFLOAT16, f"{name}: int8 gives int32, or bfloat16")
+        assert scale is not None
+        assert per_token_scale is not None
+        ((of_outputs,), (of_rows,)) = scale, per_token_scale
+        require(of_outputs.dtype == torch.bfloat16, f"{name}: scales in bfloat16 for results in bfloat16")
+        require(of_outputs.shape == (len(weights), weights.shape[2]), f"{name}: a scale for each output")
+        require(of_rows.dtype == torch.float32 and of_rows.shape == rows.shape[:1], f"{name}: a scale for each row")
+        return [(product * of_outputs.float().repeat_interleave(group_list, 0) * of_rows[:, None]).bfloat16()]
+    require(output_dtype is scale is per_token_scale is None, f"{name}: scales of int8 alone")
     parts = rows.float().split(group_list.tolist())
     return [torch.cat([part @ own.float() for part, own in zip(parts, weights, strict=True)]).to(rows.dtype)]
 
@@ -366,15 +423,21 @@ def moe_finalize_routing(  # noqa: PLR0913
     drop_pad_mode: int | None = 0,
     k: int | None = 1,
 ) -> Tensor:
+    """Its documents know neither ``drop_pad_mode`` 2, nor scales in float32 beside bfloat16, nor skip1 alone: CANN's
+    recipes and vllm-ascend call it so on an A3, and its registration declares these dtypes."""
     name, rows = "npu_moe_finalize_routing", expanded_permuted_rows
-    known = skip1 is skip2 is bias is export_for_source_row is None and drop_pad_mode == 0
-    require(known and scales is not None, f"{name}: the laboratory knows scaled rows alone, none dropped")
+    known = skip2 is bias is export_for_source_row is None and drop_pad_mode == 2
+    require(known and scales is not None, f"{name}: the laboratory knows scaled rows alone, token after token")
     assert scales is not None
-    require(rows.dtype == scales.dtype and rows.dtype in FLOATS, f"{name}: rows and scales are of one float dtype")
+    require(rows.dtype in FLOATS and scales.dtype in (rows.dtype, torch.float32), f"{name}: rows and scales are floats")
     require(expanded_src_to_dst_row.dtype == torch.int32, f"{name}: expanded_src_to_dst_row is int32")
     num_tokens, per_token = scales.shape
-    taken = rows.float()[expanded_src_to_dst_row.long()].view(per_token, num_tokens, -1)
-    return (taken * scales.float().t()[..., None]).sum(0).to(rows.dtype)
+    taken = rows.float()[expanded_src_to_dst_row.long()].view(num_tokens, per_token, -1)
+    total = (taken * scales.float()[..., None]).sum(1)
+    if skip1 is not None:
+        require(skip1.dtype == rows.dtype and skip1.shape == total.shape, f"{name}: skip1 is as the result")
+        total += skip1.float()
+    return total.to(rows.dtype)
 
 
 @kernel("npu_add_rms_norm_cast")
