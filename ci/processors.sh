@@ -14,7 +14,7 @@ if [[ $(uname -m) != x86_64 ]]; then
 fi
 golden=(tests/torch/test_families.py::test_golden_forward_passes tests/e2e/test_golden.py)
 everything=(tests/torch "${golden[1]}" tests/e2e/test_golden_families.py tests/dist/test_golden.py)
-one=("${golden[0]}[llada/model_b]")
+one=("${golden[0]}[forward-llada-b]")
 cache=$(mktemp -d)
 trap 'rm -r "$cache"' EXIT
 # A cache of its own: the ordinary tests, which may run at the same time, note their failures too.
