@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 256
-"""The longest answer that is compared, with what it may have beyond."""
+"""The most ``max_new_tokens`` of an answer."""
+MAX_ANSWERS = 64
 TIME_LIMIT = 600.0
 """Seconds after which an engine has not repeated the answers."""
 INCIDENTAL = ("_name_or_path", "base_model_name_or_path", "dtype", "torch_dtype", "transformers_version")
@@ -96,7 +97,7 @@ class AnswersFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     model: Identity
     name: str
     """Of the model, for messages."""
-    answers: Annotated[tuple[Answer, ...], Meta(min_length=1, max_length=64)]
+    answers: Annotated[tuple[Answer, ...], Meta(min_length=1, max_length=MAX_ANSWERS)]
 
 
 def _digest(file: Path) -> str:

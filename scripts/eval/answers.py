@@ -99,8 +99,12 @@ def run(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
         raise ParameterError("decoding", "depends on a seed with these parameters; answers that are repeated may not")
     prompts = PROMPTS if args.prompts is None else read_prompts(args.prompts)
     from lopa_ascend import LLM  # imports torch, which takes seconds
-    from lopa_ascend.engine.answers import Identity, encode
+    from lopa_ascend.engine.answers import MAX_ANSWERS, MAX_TOKENS, Identity, encode
 
+    if params["max_new_tokens"] > MAX_TOKENS:
+        raise ParameterError("max_new_tokens", f"must be at most {MAX_TOKENS} here, got {params['max_new_tokens']}")
+    if len(prompts) > MAX_ANSWERS:
+        raise TaskFileError(f"{args.prompts}: has {len(prompts)} prompts, expected at most {MAX_ANSWERS}")
     options = {name: getattr(config, name) for name in ("model", "lora", *FIXED, *field_values(given, _ENGINE))}
     with LLM(**options) as llm:
         has_template = load_template(config.model or DEMO_MODEL) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +117,26 @@ def test_what_comes_after_a_near_tie_is_not_compared(model: Path, file: Path, tm
     start(model, rewritten(file, tmp_path, at(0, token_ids=tokens, exact=15))).close()
     with pytest.raises(ParameterError, match="token 15 .* was 7"):
         start(model, rewritten(file, tmp_path, at(0, token_ids=tokens, exact=16)))
+
+
+@pytest.mark.parametrize(
+    ("line", "flags", "expected"),
+    [
+        ("[1, 2]", ("--max-new-tokens", "257"), "--max-new-tokens: must be at most 256 here, got 257"),
+        ("[1, 2]", ("--decoding", "vanilla", "--alg", "origin"), "--decoding: depends on a seed"),
+        ("[1, x]", (), "line 1: .*expected a JSON list of token ids"),
+        ("", (), "has no prompt"),
+        ("[1]\n" * 65, (), "has 65 prompts, expected at most 64"),
+    ],
+)
+def test_what_no_file_is_written_of(
+    line: str, flags: tuple[str, ...], expected: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text(line)
+    command = ["answers", str(tmp_path / "out.json"), "--model", str(model), "--prompts", str(tmp_path / "prompts.txt")]
+    with pytest.raises(SystemExit):
+        main([*command, *flags])
+    assert re.search(expected, capsys.readouterr().err)
 
 
 def rewritten(file: Path, folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:

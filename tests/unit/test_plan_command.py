@@ -11,7 +11,7 @@ from lopa_ascend.demo import DEMO_MODEL
 from scripts.bench.__main__ import main
 from scripts.bench.plan import devices
 from scripts.bench.plan.devices import DeviceError, load_device, parse_device
-from scripts.bench.plan.measured import Fit, Row, compare, fit
+from scripts.bench.plan.measured import Fit, Measured, compare, fit
 from scripts.bench.plan.models import load_model
 from scripts.bench.plan.validate import published_engine, read_paper, validate
 
@@ -177,7 +177,7 @@ def test_measured_steps_of_others_lie_within_their_predictions():
 
 def test_a_fit_finds_what_rows_were_made_with():
     made = Fit(0.72, 0.8)
-    rows = [Row(memory / 0.72 + 0.8 * fixed + 1, memory, fixed, 1) for memory, fixed in ((9, 3), (5, 3), (4, 4))]
+    rows = [Measured(memory / 0.72 + 0.8 * fixed + 1, memory, fixed, 1) for memory, fixed in ((9, 3), (5, 3), (4, 4))]
     assert fit(rows) == pytest.approx(made)
     assert made.error(rows[0]._replace(step=2 * rows[0].step)) == pytest.approx(-0.5)
 

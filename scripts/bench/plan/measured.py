@@ -20,7 +20,7 @@ from scripts.bench.plan.tasks import Workload
 FILE = Path(__file__).with_name("measured.json")
 
 
-class Row(NamedTuple):
+class Measured(NamedTuple):
     """A measured step, and the parts of its prediction in seconds."""
 
     step: float
@@ -38,7 +38,7 @@ class Fit(NamedTuple):
     fixed: float
     """What the middle of the fixed costs is multiplied by."""
 
-    def error(self, row: Row) -> float:
+    def error(self, row: Measured) -> float:
         """Of the prediction, as a share of the measured step."""
         return (row.memory / self.memory_efficiency + self.fixed * row.fixed + row.collectives) / row.step - 1
 
@@ -60,7 +60,7 @@ def compare() -> dict[str, Any]:
         found, bare = predict_on(model, middle, work), predict_on(model, free, work)
         memory = bare.device - bare.collectives
         fixed = found.device - found.collectives - memory / middle.memory_efficiency
-        parts.append(Row(step, memory, fixed, found.collectives))
+        parts.append(Measured(step, memory, fixed, found.collectives))
     rows = []
     for index, (given, work) in enumerate(zip(data["rows"], works, strict=True)):
         low, high = (1000 * step.device for step in predict(model, devices, work).values())
@@ -72,7 +72,7 @@ def compare() -> dict[str, Any]:
     return {"rows": rows, "memory_efficiency": round(best.memory_efficiency, 4), "fixed_costs": round(best.fixed, 4)}
 
 
-def fit(rows: Sequence[Row]) -> Fit:
+def fit(rows: Sequence[Measured]) -> Fit:
     """The constants with the least squares of the relative errors of two rows or more."""
     # memory x + fixed y = step - collectives, each divided by the step, where x is 1 / efficiency
     scaled = [(row.memory / row.step, row.fixed / row.step, 1 - row.collectives / row.step) for row in rows]
