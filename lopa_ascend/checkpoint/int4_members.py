@@ -124,9 +124,11 @@ class Int4Members:
         """The codes that mean zero, uint8 [out, in / G]; None if the file has none."""
         if self._description.format == PACKED:
             stored = self._tensors.get("weight_zero_point")
-            if stored is None or stored.dtype == torch.int8:
-                return None if stored is None else (stored + MIDDLE).view(torch.uint8)
-            return nibbles(stored.T)[:, : self._spec.shape[0]].T
+            if stored is None or stored.dtype == torch.int32:
+                return None if stored is None else nibbles(stored.T)[:, : self._spec.shape[0]].T
+            if bool(((stored < -8) | (stored > 7)).any()):
+                raise self._error("has zero points outside of -8..7")
+            return (stored + MIDDLE).view(torch.uint8)
         zeros = nibbles(self._tensors["qzeros"])
         if self._description.format == AWQ:
             return _awq_order(zeros).T

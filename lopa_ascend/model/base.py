@@ -85,9 +85,9 @@ class Model(Protocol):
 
 def settle(model: Model) -> str:
     """Gives a model's linear layers to ``Ops.settle``, and returns what it says."""
-    weights = [w for name, w in model.weights.items() if not name.endswith((SCALE, ZERO))]
-    tensors = [w[0] if w.dim() == 3 else w for w in (*weights, model.head)]  # experts have one shape
-    return model.ops.settle(w for w in tensors if w.dim() == 2)
+    weights = {name: w for name, w in model.weights.items() if not name.endswith((SCALE, ZERO))}
+    one = [w[0] if w.dim() == 3 and ".experts_" in name else w for name, w in weights.items()]  # experts have one shape
+    return model.ops.settle(w for w in (*one, model.head) if w.dim() > 1)
 
 
 class SplitModel(Model, Protocol):

@@ -61,10 +61,10 @@ class Decoder:
         num_positions = num_positions or config.max_position_embeddings
         self._rope_unit = _rope_unit(config.yarn, num_positions)
         rows = {spec.ours: spec.row for spec in family.tensors(config).specs.values()}
+        int4 = [name for name, weight in weights.items() if weight.dtype == torch.uint8 and not name.endswith(ZERO)]
         own = {name: self._stored(name, weights.pop(name), rows) for name in list(weights)}
         embed = own["embed.weight"]
         self.weights: Mapping[str, Tensor] = own
-        int4 = [name for name, weight in own.items() if weight.dtype == torch.uint8 and not name.endswith(ZERO)]
         self._int4 = {name: self._stored_int4(name, own) for name in int4}
         self._norms_heads = "layers.0.q_norm.weight" in own
         self._has_draft_weights = any(f"layers.0.o{end}.weight" in own for end in (DRAFTS, LORA_A))

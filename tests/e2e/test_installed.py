@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import lopa_ascend
+from lopa_ascend.backend.cpu.processor import int8_instructions
 from tests.e2e.conftest import ROOT, ServerProcess, running
 
 NOT_INSTALLED = (".cpp", ".h")
@@ -121,7 +121,7 @@ def test_lopa_serve_answers_in_an_empty_directory(environment: Path, elsewhere: 
         assert server.http.get("/version").json() == {"version": lopa_ascend.__version__}
         assert "<title>" in server.http.get("/", headers={"Accept": "text/html"}).text
         mapped = Path(f"/proc/{server.engine_pid}/maps").read_text()
-        is_compiled = shutil.which("g++") is not None and torch.cpu._is_avx512_bf16_supported()
+        is_compiled = shutil.which("g++") is not None and int8_instructions() is not None
         assert ("site-packages/lopa_ascend/backend/cpu/native/compiled.abi3.so" in mapped) == is_compiled
 
 

@@ -93,7 +93,7 @@ def test_a_model_runs_on_int4(tmp_path: Path, dtype: torch.dtype) -> None:
     hidden = []
     for own in (weights, int4):
         model = Decoder(dream.FAMILY, config, dict(own), CpuOps(packs_weights=True))
-        assert ("int4 weights are multiplied exactly" in settle(model)) is (own is int4)
+        assert ("integer weights are multiplied exactly" in settle(model)) is (own is int4)
         k_caches, v_caches = torch.zeros(2, config.num_layers, 1, PAGE_SIZE, *config.kv_shape()[-2:], dtype=dtype)
         hidden.append(model.forward(inputs, list(k_caches), list(v_caches)).float())
     assert 0 < (hidden[1] - hidden[0]).norm() < 0.05 * hidden[0].norm()

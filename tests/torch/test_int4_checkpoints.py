@@ -329,6 +329,11 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "packed float": ("packed", weights(type="float"), "type is 'float', expected 'int'"),
     "actorder": ("packed", weights(actorder="group"), "actorder is 'group', expected"),
     "packed shape": ("packed", put(f"{Q}.weight_shape", lambda t: t + 1), rf"{Q}: has weight_shape \[129, 65\]"),
+    "zero point": (
+        "packed",
+        put(f"{Q}.weight_zero_point", lambda _: torch.full((128, 2), 8, dtype=torch.int8)),
+        rf"{Q}: has zero points outside of -8\.\.7",
+    ),
     "packed cache": ("packed", say(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is {'num_bits': 8}, expected"),
     "norm": ("packed", put("model.norm.weight", Tensor.int), r"model\.norm\.weight: is I32, expected F32 or"),
     "surplus": ("packed", lambda _, t: t.update({f"{Q}.weight_g_idx": torch.ones(64)}), r"weight_g_idx: is not part"),

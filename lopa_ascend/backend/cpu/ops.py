@@ -82,12 +82,14 @@ class CpuOps:
     def settle(self, weights: Iterable[Tensor]) -> str:
         matrices = list(weights)
         found = self._products.settle(weight for weight in matrices if weight.is_floating_point())
-        ways = {"packed int8" if weight.is_mkldnn else "float32" for weight in matrices if weight.dtype == torch.int8}
+        ways = {self._integer_way(weight) for weight in matrices if not weight.is_floating_point()}
         if ways:
-            found += f"; int8 weights are multiplied exactly, by {' and '.join(sorted(ways))} products"
-        if any(weight.dtype == torch.uint8 for weight in matrices):
-            found += "; int4 weights are multiplied exactly within a group, by float32 products"
+            found += f"; integer weights are multiplied exactly, by {' and '.join(sorted(ways))} products"
         return found
+
+    def _integer_way(self, weight: Tensor) -> str:
+        """How an int8 or int4 weight is multiplied, in a word."""
+        return "packed int8" if weight.is_mkldnn else "float32"
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # a copy also where x is float32, since the next function overwrites its argument

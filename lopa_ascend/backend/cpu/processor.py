@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
@@ -44,3 +45,18 @@ def _may_be_from_intel() -> bool:
 def has_int8_instructions() -> bool:
     """Whether this processor sums int8 products without saturating in between: VNNI, and AMX which comes with it."""
     return IS_X86 and torch.cpu._is_vnni_supported()
+
+
+def int8_instructions() -> str | None:
+    """The fastest instructions of this processor by which the kernels multiply int8 numbers: "amx", "vnni" or "avx2".
+
+    The caps of torch (ATEN_CPU_CAPABILITY) hold for them too, and oneDNN's (ONEDNN_MAX_CPU_ISA) for AMX.
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    if not IS_X86 or capability not in ("AVX2", "AVX512"):
+        return None
+    if capability == "AVX2" or not torch.cpu._is_vnni_supported():
+        return "avx2"
+    onednn_cap = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    allows_amx = onednn_cap in ("ALL", "DEFAULT") or "AMX" in onednn_cap
+    return "amx" if allows_amx and torch.cpu._init_amx() else "vnni"

@@ -129,6 +129,85 @@ static inline __m128i _mm512_cvtsepi32_epi8(__m512i x) {
   return out;
 }
 
+// ---- sums of int8 products ------------------------------------------------------------------------------------------
+
+template <typename Number, typename Vector>
+static inline Number part(const Vector& x, int i) {
+  return from_memory<Number>(reinterpret_cast<const Number*>(&x) + i);
+}
+static inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
+  for (int i = 0; i < 64; i++) sum[i / 4] += part<std::uint8_t>(a, i) * part<std::int8_t>(b, i);
+  return sum;
+}
+static inline __m256i _mm256_maddubs_epi16(__m256i a, __m256i b) {
+  __m256i out;
+  FOR_EACH_LANE {
+    std::int32_t sum = 0;
+    for (int j = 2 * i; j < 2 * i + 2; j++) sum += part<std::uint8_t>(a, j) * part<std::int8_t>(b, j);
+    out[i] = static_cast<std::int16_t>(std::clamp(sum, -32768, 32767));
+  }
+  return out;
+}
+static inline __m256i of_words(const std::int32_t* words) { return from_memory<__m256i>(words); }
+static inline __m256i _mm256_madd_epi16(__m256i a, __m256i b) {
+  std::int32_t words[8];
+  for (int i = 0; i < 8; i++) words[i] = a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+  return of_words(words);
+}
+static inline __m256i _mm256_add_epi32(__m256i a, __m256i b) {
+  std::int32_t words[8];
+  for (int i = 0; i < 8; i++) words[i] = part<std::int32_t>(a, i) + part<std::int32_t>(b, i);
+  return of_words(words);
+}
+static inline __m256i _mm256_add_epi16(__m256i a, __m256i b) { return a + b; }
+static inline __m256i _mm256_setzero_si256() { return __m256i{}; }
+static inline __m256i _mm256_set1_epi16(std::int16_t x) { return x - __m256i{}; }
+static inline __m256i _mm256_set1_epi8(std::int8_t x) { return static_cast<std::int16_t>((x & 0xff) * 0x101) - __m256i{}; }
+static inline __m256i _mm256_xor_si256(__m256i a, __m256i b) { return a ^ b; }
+static inline __m256i _mm256_sign_epi8(__m256i a, __m256i b) {  // -128 stays itself, as in the instruction
+  std::int8_t bytes[32];
+  for (int i = 0; i < 32; i++) {
+    const int sign = part<std::int8_t>(b, i);
+    bytes[i] = static_cast<std::int8_t>(sign < 0 ? -part<std::int8_t>(a, i) : sign ? part<std::int8_t>(a, i) : 0);
+  }
+  return from_memory<__m256i>(bytes);
+}
+static inline __m256i _mm256_abs_epi8(__m256i x) { return _mm256_sign_epi8(x, x); }
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------
+
+struct Tiles {
+  std::uint16_t bytes[8];
+  std::uint8_t rows[8], data[8][16][64];
+};
+static thread_local Tiles tiles;
+
+static inline void _tile_loadconfig(const void* config) {
+  const auto* at = static_cast<const std::uint8_t*>(config);
+  std::memcpy(tiles.bytes, at + 16, sizeof tiles.bytes);
+  std::memcpy(tiles.rows, at + 48, sizeof tiles.rows);
+}
+static inline void _tile_release() { tiles = {}; }
+static inline void _tile_zero(int number) { std::memset(tiles.data[number], 0, sizeof tiles.data[number]); }
+static inline void _tile_loadd(int number, const void* from, long stride) {
+  _tile_zero(number);
+  for (int row = 0; row < tiles.rows[number]; row++)
+    std::memcpy(tiles.data[number][row], static_cast<const char*>(from) + row * stride, tiles.bytes[number]);
+}
+static inline void _tile_stored(int number, void* to, long stride) {
+  for (int row = 0; row < tiles.rows[number]; row++)
+    std::memcpy(static_cast<char*>(to) + row * stride, tiles.data[number][row], tiles.bytes[number]);
+}
+static inline void _tile_dpbsud(int out, int a, int b) {
+  for (int row = 0; row < tiles.rows[out]; row++)
+    for (int column = 0; column < 16; column++) {
+      std::int32_t sum = from_memory<std::int32_t>(tiles.data[out][row] + 4 * column);
+      for (int i = 0; i < tiles.bytes[a]; i++)
+        sum += static_cast<std::int8_t>(tiles.data[a][row][i]) * tiles.data[b][i / 4][4 * column + i % 4];
+      std::memcpy(tiles.data[out][row] + 4 * column, &sum, sizeof sum);
+    }
+}
+
 // ---- pairs of bfloat16 numbers, and transposing ---------------------------------------------------------------------
 
 static inline float from_bfloat16(std::int16_t x) {

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lopa_ascend.backend.cpu.int8 import multiply_int8
+from lopa_ascend.backend.cpu.native.integers import IntegerOps
 from lopa_ascend.backend.cpu.native.kernels import Kernels, numbers
-from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Entries
 
 LANES = 16
@@ -37,18 +37,25 @@ def is_whole(x: Tensor, size: int) -> bool:
     return x.dtype == torch.bfloat16 and has_whole_vectors and x.is_contiguous()
 
 
-class NativeOps(CpuOps):
+class NativeOps(IntegerOps):
     """``Ops`` on a CPU in bfloat16 by the kernels, and otherwise by torch.
 
     Args:
         kernels: of this processor.
-        packs_weights: see ``CpuOps``.
+        packs_weights: see ``IntegerOps``.
+        instructions: see ``IntegerOps``.
         has_attention: attention by the kernels too.
     """
 
-    def __init__(self, kernels: Kernels, *, packs_weights: bool = False, has_attention: bool = True):
-        super().__init__(packs_weights=packs_weights)
-        self._kernels = kernels
+    def __init__(
+        self,
+        kernels: Kernels,
+        *,
+        packs_weights: bool = False,
+        instructions: str | None = None,
+        has_attention: bool = True,
+    ):
+        super().__init__(kernels, packs_weights=packs_weights, instructions=instructions)
         self._has_attention = has_attention
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
@@ -139,7 +146,8 @@ class NativeOps(CpuOps):
         dtype: torch.dtype,
     ) -> Tensor:
         size = len(weight_scale)
-        if dtype != torch.bfloat16 or size % LANES or is_traced(codes):
+        is_packed = weight.dim() == 3
+        if dtype != torch.bfloat16 or size % LANES or is_traced(codes) or is_packed:
             return super().quant_linear(codes, scale, weight, weight_scale, bias, dtype)
         product = multiply_int8(codes, weight)
         out = product.new_empty(product.shape, dtype=dtype)
