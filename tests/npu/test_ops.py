@@ -104,7 +104,7 @@ def test_experts(seed: int, rows: int, groups: tuple[int, int, int], per_token: 
 
 def on_npu(experts: Experts) -> Experts:
     given = {field.name: getattr(experts, field.name) for field in fields(experts)}
-    return Experts(**{name: x.to("npu") if isinstance(x, Tensor) else x for name, x in given.items()})
+    return replace(experts, **{name: x.to("npu") for name, x in given.items() if isinstance(x, Tensor)})
 
 
 def random_experts(seed: int, inner: int, *int8: str) -> Experts:
