@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_experts(seed: int, rows: int, groups: tuple[int, int, int], per_token: 
 
 
 def on_npu(experts: Experts) -> Experts:
-    given = {field.name: getattr(experts, field.name) for field in fields(experts)}
+    given: dict[str, Any] = {field.name: getattr(experts, field.name) for field in fields(experts)}
     return replace(experts, **{name: x.to("npu") for name, x in given.items() if isinstance(x, Tensor)})
 
 
