@@ -104,8 +104,9 @@ def test_experts(seed: int, rows: int, groups: tuple[int, int, int], per_token: 
 
 
 def on_npu(experts: Experts) -> Experts:
-    given: dict[str, Any] = {field.name: getattr(experts, field.name) for field in fields(experts)}
-    return replace(experts, **{name: x.to("npu") for name, x in given.items() if isinstance(x, Tensor)})
+    given = {field.name: getattr(experts, field.name) for field in fields(experts)}
+    moved: dict[str, Any] = {name: x.to("npu") for name, x in given.items() if isinstance(x, Tensor)}
+    return replace(experts, **moved)
 
 
 def random_experts(seed: int, inner: int, *int8: str) -> Experts:
