@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lopa_ascend.backend.interface import Experts
 from lopa_ascend.backend.npu.ops import FRACTAL_NZ, NpuOps
 from lopa_ascend.config import ExpertsConfig, ModelConfig
-from lopa_ascend.families import dream, llada2, sdar
+from lopa_ascend.families import dream, llada2, pangu, sdar
 from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.compile import load_compiler
@@ -55,6 +55,8 @@ VOCABULARY, MASK, NUM_TOKENS, NUM_LAYERS = 152064, 151666, 151667, 28
 BUCKET = Bucket(sequences=1, blocks=2, pages=8, branches=4, slots=4, block_length=32, max_blocks=4)
 NUM_PAGES = 256
 SEATS = 8
+REPORTED = ("bf16", "bf16_tp4", "w8a8", "w8a8_tp4", "sdar")
+"""The variants whose captured tasks are counted."""
 
 
 class UnfilledOps(NpuOps):
@@ -95,6 +97,8 @@ class Variant:
     """In W8A8."""
     norms_heads: bool = False
     """With the norms of SDAR, and without biases."""
+    has_o_bias: bool = False
+    """With the second bias of openPangu."""
     has_experts: bool = False
     """With experts as LLaDA2's, but fewer."""
 
@@ -106,6 +110,7 @@ def variants() -> dict[str, Variant]:
         "w8a8": Variant(UNFILLED, is_int8=True),
         "w8a8_tp4": Variant(UNFILLED, tp_size=4, is_int8=True),
         "sdar": Variant(UNFILLED, norms_heads=True),
+        "pangu": Variant(UNFILLED, has_o_bias=True),
         "llada2": Variant(UNFILLED, norms_heads=True, has_experts=True),
         "llada2_w8a8": Variant(UNFILLED, norms_heads=True, has_experts=True, is_int8=True),
         "plain_fused": Variant(UNFILLED, is_plain=True),
@@ -200,6 +205,9 @@ class Sample:
             weights |= int8_weights(weights) if variant.is_int8 else {}
             weights = with_norms(weights, config) if variant.norms_heads else weights
             family = sdar.FAMILY if variant.norms_heads else dream.FAMILY
+            if variant.has_o_bias:
+                family = pangu.FAMILY
+                weights |= {f"layers.{n}.o.bias": weights["norm.weight"] for n in range(num_layers)}
             if variant.has_experts:
                 family, config = llada2.FAMILY, replace(config, experts=EXPERTS)
                 weights = with_router(weights, config)
@@ -327,12 +335,13 @@ def captured_report(variant: Variant) -> dict[str, Any]:
 
 def main() -> None:
     report: dict[str, dict[str, Any]] = {"npugraph_ex": {}}
-    for name in ("bf16", "bf16_tp4", "w8a8", "w8a8_tp4", "sdar"):
+    for name in REPORTED:
         found = report["npugraph_ex"][name] = captured_report(variants()[name])
         print(f"{name}, captured by npugraph_ex: {found['tasks_per_layer']} tasks a layer")
         print(f"    {found['tasks_outside']} outside the layers, {found['tasks_model']} in {NUM_LAYERS} layers")
     policy_kernels = lowered_policy().num_kernels
-    for name, variant in variants().items():
+    for name in (*REPORTED, "plain_fused", "unfused"):
+        variant = variants()[name]
         one, two, whole = (lowered_model(variant, count) for count in (1, 2, NUM_LAYERS))
         report[name] = {
             "kernels_per_layer": two.num_kernels - one.num_kernels,

@@ -126,6 +126,7 @@ def test_branch_parallel_ranks_meet_in_one_gather() -> None:
         ("bf16", PassShape(4, 32, True, 1, 8, None), 11),
         ("bf16", PassShape(4, 32, True, 4, 8, None), 13),
         ("sdar", PassShape(4, 32, False, 1, 8, None), 13),
+        ("pangu", PassShape(4, 32, True, 1, 8, None), 11),
     ],
 )
 def test_tasks_of_forward_passes_of_causal_models(name: str, bucket: PassShape, per_layer: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -104,7 +105,8 @@ def test_experts(seed: int, rows: int, groups: tuple[int, int, int], per_token: 
 
 def on_npu(experts: Experts) -> Experts:
     given = {field.name: getattr(experts, field.name) for field in fields(experts)}
-    return Experts(**{name: x.to("npu") if isinstance(x, Tensor) else x for name, x in given.items()})
+    moved: dict[str, Any] = {name: x.to("npu") for name, x in given.items() if isinstance(x, Tensor)}
+    return replace(experts, **moved)
 
 
 def random_experts(seed: int, inner: int, *int8: str) -> Experts:

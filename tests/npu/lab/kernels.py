@@ -406,7 +406,7 @@ def grouped_matmul(  # noqa: PLR0913
         require(of_outputs.shape == (len(weights), weights.shape[2]), f"{name}: a scale for each output")
         require(of_rows.dtype == torch.float32 and of_rows.shape == rows.shape[:1], f"{name}: a scale for each row")
         return [(product * of_outputs.float().repeat_interleave(group_list, 0) * of_rows[:, None]).bfloat16()]
-    require(output_dtype is scale is per_token_scale is None, f"{name}: scales of int8 alone")
+    require(all(x is None for x in (output_dtype, scale, per_token_scale)), f"{name}: scales of int8 alone")
     parts = rows.float().split(group_list.tolist())
     return [torch.cat([part @ own.float() for part, own in zip(parts, weights, strict=True)]).to(rows.dtype)]
 
