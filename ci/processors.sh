@@ -51,7 +51,7 @@ unknown=-pcid,-x2apic,-tsc-deadline,-invpcid,-spec-ctrl
 haswell=Haswell-v4,$unknown nehalem=Nehalem-v1,$unknown
 emulator=$(command -v qemu-x86_64 || command -v qemu-x86_64-static || true)
 if [[ ${1:-} == --quick ]]; then
-    capped "AVX2" avx2 AVX2 AVX2 "${golden[@]}" tests/torch/test_int8.py tests/torch/test_ops.py "${@:2}"
+    capped "AVX2" avx2 AVX2 AVX2 "${golden[@]}" tests/torch/test_int8.py tests/torch/test_integers.py tests/torch/test_ops.py "${@:2}"
     [[ -z $emulator ]] || emulated "AVX2" "$haswell" "${one[@]}" "${@:2}"
 else
     capped "AVX-512 but no AMX" avx512 AVX512_CORE AVX2 "${everything[@]}" "$@"

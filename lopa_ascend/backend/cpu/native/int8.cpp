@@ -39,9 +39,16 @@ constexpr int AHEAD = 8192;           // bytes by which a weight is fetched befo
 constexpr int FETCH = 2;              // into the second cache
 constexpr int INT4_ZERO = 8;          // where a weight has none of its own
 
+// A sum: an exact one, or of scaled groups of an int4 weight.
+union Total {
+  int32 products;
+  float scaled;
+};
+using Totals = Total[STRIP];  // of a row
+
 // A linear layer and its input; the arguments of lopa_int8_linear.
 struct Layer {
-  const int8* codes;          // [inputs / TILE][rows][TILE]
+  const int8* codes;          // [inputs / TILE][rows][TILE] of ROWS_AT_ONCE rows, then of the next ones
   const float* scale;         // [rows]
   const uint8* weight;        // strips
   const float* weight_scale;  // int8: [outputs]; int4: [strips][inputs / group][STRIP]
@@ -51,18 +58,16 @@ struct Layer {
   int64 rows, inputs, outputs;
   int64 group;  // inputs of a group of an int4 weight; 0: it is int8
   bool is_narrow;
-  const int32* sums;  // of the codes of each row and group, [rows][groups]
+  const Total* sums;  // of the codes of each group and row, [groups][rows]; float if int4
   int64 groups;       // 1 if int8
 
-  const int8* codes_at(int64 tile, int64 row) const { return codes + (tile * rows + row) * TILE; }
+  int64 place_of_codes(int64 tile, int64 row) const {
+    const int64 first = row / ROWS_AT_ONCE * ROWS_AT_ONCE;
+    return first * inputs + (tile * std::min<int64>(rows - first, ROWS_AT_ONCE) + row - first) * TILE;
+  }
+  const int8* codes_at(int64 tile, int64 row) const { return codes + place_of_codes(tile, row); }
 };
 
-// A sum of a strip: of products for int8, of scaled groups for int4.
-union Total {
-  int32 products;
-  float scaled;
-};
-using Totals = Total[STRIP];  // of a row
 
 #define TARGET AVX2_INT8
 namespace avx2 {
@@ -114,7 +119,7 @@ TARGET inline Vector end_few(Vector, Partial partial) { return partial; }
 
 #if __GNUC__ >= 11 || defined(__clang__)
 namespace amx {
-constexpr int FEW = 8;         // rows up to which vectors are faster
+constexpr int FEW[] = {8, 12};  // rows up to which vectors are faster: int8, int4
 constexpr int TILE_ROWS = 16;  // a block has twice as many rows
 constexpr int PANEL = TILE * LANES;
 
@@ -187,12 +192,12 @@ AMX_INT8 inline void add_tile(const int8* x, const uint8* weight, bool has_secon
 
 // The codes of some tiles of an int4 weight, each in a byte, in the order of an int8 weight.
 AMX_INT8 void unpack(const uint8* weight, int64 tiles, uint8* out) {
-  const __m512i low_bits = _mm512_set1_epi32(0x0f0f0f0f);
+  const vnni::Words low_bits = 0x0f0f0f0f - vnni::Words{};
   for (int64 i = 0; i < tiles * 2 * PANEL; i += 2 * 64, weight += 64) {
-    const __m512i pair = _mm512_loadu_si512(weight);
+    const auto pair = (vnni::Words)vnni::load_bytes(weight);
     __builtin_prefetch(weight + AHEAD, 0, FETCH);
-    _mm512_store_si512(out + i, _mm512_and_si512(pair, low_bits));
-    _mm512_store_si512(out + i + 64, _mm512_and_si512(_mm512_srli_epi32(pair, 4), low_bits));
+    *reinterpret_cast<vnni::UnalignedBytes*>(out + i) = (vnni::Bytes)(pair & low_bits);
+    *reinterpret_cast<vnni::UnalignedBytes*>(out + i + 64) = (vnni::Bytes)(pair >> 4 & low_bits);
   }
 }
 
@@ -201,15 +206,11 @@ AMX_INT8 void add_group(const Layer& layer, int64 strip, int64 group, int64 row,
                         Totals* totals) {
   const int64 at = (strip * layer.groups + group) * STRIP;
   for (int place = 0; place < STRIP; place += LANES) {
-    const __m512 factor = _mm512_loadu_ps(layer.weight_scale + at + place);
-    vnni::Ints zero = INT4_ZERO - vnni::Ints{};
-    if (layer.zero)
-      zero = __builtin_convertvector(*reinterpret_cast<const vnni::FewBytes*>(layer.zero + at + place), vnni::Ints);
+    const vnni::Floats factor = vnni::load_floats(layer.weight_scale + at + place);
+    const vnni::Floats zero = vnni::zeros_at(layer, at + place);
     for (int r = 0; r < rows; r++) {
       const auto products = *reinterpret_cast<const vnni::UnalignedInts*>(sums + r * STRIP + place);
-      const vnni::Ints exact = products - zero * layer.sums[(row + r) * layer.groups + group];
-      auto& total = *reinterpret_cast<vnni::UnalignedFloats*>(totals[r] + place);
-      total += __builtin_convertvector(exact, vnni::Floats) * (vnni::Floats)factor;
+      vnni::add_group(products, zero, layer.sums[group * layer.rows + row + r].scaled, factor, totals[r] + place);
     }
   }
 }
@@ -217,33 +218,38 @@ AMX_INT8 void add_group(const Layer& layer, int64 strip, int64 group, int64 row,
 template <bool IS_INT4>
 AMX_INT8 void add_tiles(const Layer& layer, int64 strip, int64 tile, int64 end, int64 row, int rows,
                         const uint8* weight, Totals* totals) {
-  const bool has_second = rows > TILE_ROWS;
+  const bool has_second = rows > TILE_ROWS, is_first = row % ROWS_AT_ONCE == 0;
   finish_writing(weight);
   finish_writing(totals);
   if constexpr (!IS_INT4) {
     load_sums(totals, has_second);
     for (int64 t = tile; t < end; t++, weight += 2 * PANEL) {
-      for (int i = 0; i < 2 * PANEL; i += 64) __builtin_prefetch(weight + AHEAD + i, 0, FETCH);
+      if (is_first)
+        for (int i = 0; i < 2 * PANEL; i += 64) __builtin_prefetch(weight + AHEAD + i, 0, FETCH);
       add_tile(layer.codes_at(t, row), weight, has_second);
     }
     store_sums(totals, has_second);
   } else {
-    alignas(64) static thread_local int32 sums[2 * TILE_ROWS * STRIP];
-    const int64 step = std::min<int64>(layer.group, TILE);
-    for (int64 first = tile * TILE; first < end * TILE; first += layer.group) {
-      clear(has_second);
-      for (int64 i = first; i < first + layer.group; i += step)
-        add_tile(layer.codes_at(i / TILE, row) + i % TILE, weight + (i / TILE - tile) * 2 * PANEL + i % TILE * LANES,
-                 has_second);
-      store_sums(sums, has_second);
-      add_group(layer, strip, first / layer.group, row, rows, sums, totals);
+    // A group is added while the tiles of the next one are multiplied.
+    alignas(64) static thread_local int32 sums[2][2 * TILE_ROWS * STRIP];
+    const int64 step = std::min<int64>(layer.group, TILE), begin = tile * TILE / layer.group;
+    const int64 last = end * TILE / layer.group;
+    for (int64 group = begin; group <= last; group++) {
+      if (group < last) {
+        clear(has_second);
+        for (int64 i = group * layer.group; i < (group + 1) * layer.group; i += step)
+          add_tile(layer.codes_at(i / TILE, row) + i % TILE, weight + (i / TILE - tile) * 2 * PANEL + i % TILE * LANES,
+                   has_second);
+        store_sums(sums[group % 2], has_second);
+      }
+      if (group > begin) add_group(layer, strip, group - 1, row, rows, sums[(group - 1) % 2], totals);
     }
   }
 }
 
 template <bool IS_INT4>
 AMX_INT8 void compute_strip(const Layer& layer, int64 strip) {
-  if (layer.rows <= FEW) return vnni::compute_strip<IS_INT4>(layer, strip);
+  if (layer.rows <= FEW[IS_INT4]) return vnni::compute_strip<IS_INT4>(layer, strip);
   alignas(64) static thread_local Totals totals[ROWS_AT_ONCE];
   alignas(64) static thread_local uint8 unpacked[IS_INT4 ? CHUNK * 2 * PANEL : 64];
   constexpr int TILE_BYTES = 2 * PANEL / (IS_INT4 ? 2 : 1);
@@ -279,9 +285,9 @@ namespace amx = vnni;  // the compiler does not know the instructions
 #endif
 
 // The codes of a row [inputs] in the order of Layer, and the sum of each group.
-AVX2_INT8 void prepare(const int8* codes, int64 inputs, int64 row, const Layer& layer, int8* tiles, int32* sums) {
+AVX2_INT8 void prepare(const int8* codes, int64 inputs, int64 row, const Layer& layer, int8* tiles, Total* sums) {
   for (int64 i = 0; i < inputs; i += TILE) {
-    int8* tile = tiles + (i / TILE * layer.rows + row) * TILE;
+    int8* tile = tiles + layer.place_of_codes(i / TILE, row);
     if (inputs - i < TILE) std::memset(tile, 0, TILE);
     std::memcpy(tile, codes + i, std::min<int64>(TILE, inputs - i));
   }
@@ -289,7 +295,11 @@ AVX2_INT8 void prepare(const int8* codes, int64 inputs, int64 row, const Layer& 
   for (int64 group = 0; group < layer.groups; group++) {
     int32 sum = 0;
     for (int64 i = group * size; i < std::min(group * size + size, inputs); i++) sum += codes[i];
-    sums[group] = sum;
+    Total& total = sums[group * layer.rows + row];
+    if (layer.group)
+      total.scaled = static_cast<float>(sum);
+    else
+      total.products = sum;
   }
 }
 
@@ -306,7 +316,7 @@ extern "C" void lopa_int8_linear(const int8* codes, const float* scale, const ui
                                  const uint8* zero, const void* bias, void* out, int64 rows, int64 inputs,
                                  int64 outputs, int64 group, int64 is_narrow, int64 instructions, int threads) {
   const int64 tiles = (inputs + TILE - 1) / TILE, groups = group ? tiles * TILE / group : 1;
-  const auto numbers = [](int64 count) { return std::unique_ptr<int32[]>(new int32[count]); };
+  const auto numbers = [](int64 count) { return std::unique_ptr<Total[]>(new Total[count]); };
   const auto ordered = numbers((tiles * rows + vnni::MOST_ROWS) * TILE / 4), sums = numbers(rows * groups);
   auto* own = reinterpret_cast<int8*>(ordered.get());
   const Layer layer{own,  scale,        weight,  weight_scale, zero,           bias,       out,
@@ -316,7 +326,7 @@ extern "C" void lopa_int8_linear(const int8* codes, const float* scale, const ui
   {
 #pragma omp for schedule(static)
     for (int64 row = 0; row < rows; row++)
-      prepare(codes + row * inputs, inputs, row, layer, own, sums.get() + row * groups);
+      prepare(codes + row * inputs, inputs, row, layer, own, sums.get());
 #pragma omp for schedule(static)
     for (int64 strip = 0; strip < (outputs + STRIP - 1) / STRIP; strip++) compute(layer, strip);
   }

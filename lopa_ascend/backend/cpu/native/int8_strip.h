@@ -24,6 +24,19 @@ TARGET inline Vector four_inputs(const int8* x) {
   return (Vector)(word - Ints{});
 }
 
+// The zero points of some outputs in a group of an int4 weight.
+TARGET inline Floats zeros_at(const Layer& layer, int64 place) {
+  if (!layer.zero) return INT4_ZERO - Floats{};
+  return __builtin_convertvector(*reinterpret_cast<const FewBytes*>(layer.zero + place), Floats);
+}
+
+// Adds the products of a group with some outputs, times their scales, to a row's totals. `sum`: of the row's codes.
+TARGET inline void add_group(Ints products, Floats zero, float sum, Floats factor, Total* totals) {
+  // Both terms are integers below 2^24, so the difference is exact.
+  const Floats exact = __builtin_convertvector(products, Floats) - zero * sum;
+  *reinterpret_cast<UnalignedFloats*>(totals) += exact * factor;
+}
+
 // Adds the products of half a tile of an int8 weight and some rows to their sums.
 template <int ROWS>
 TARGET inline void add_int8(const uint8* weight, const int8* x, Ints (&sums)[ROWS][2]) {
@@ -75,8 +88,6 @@ TARGET inline void add_int4(const uint8* weight, const int8* x, Ints (&sums)[ROW
 template <int ROWS, bool IS_INT4>
 TARGET void add_tiles(const Layer& layer, int64 strip, int64 tile, int64 end, int64 row, int count, Totals* totals) {
   constexpr int TILE_BYTES = TILE * STRIP / (IS_INT4 ? 2 : 1), HALF_PANEL = TILE_BYTES / 4;
-  const int32* own[ROWS];  // sums of codes
-  for (int r = 0; r < ROWS; r++) own[r] = layer.sums + (row + std::min(r, count - 1)) * layer.groups;
   const uint8* weight = layer.weight + strip * (layer.inputs / TILE) * TILE_BYTES;
   for (int pair = 0; pair < PAIRS; pair++) {
     const int place = pair * 2 * WIDTH;  // within the strip
@@ -98,22 +109,17 @@ TARGET void add_tiles(const Layer& layer, int64 strip, int64 tile, int64 end, in
         const int64 later = at + AHEAD * 2 / layer.group;
         for (int i = 0; i < 2 * WIDTH; i += LANES) __builtin_prefetch(layer.weight_scale + later + i, 0, FETCH);
         if (layer.zero) __builtin_prefetch(layer.zero + later, 0, FETCH);
-        for (int v = 0; v < 2; v++) {
-          Ints zero = INT4_ZERO - Ints{};
-          if (layer.zero)
-            zero = __builtin_convertvector(*reinterpret_cast<const FewBytes*>(layer.zero + at + v * WIDTH), Ints);
-#pragma GCC unroll 16
-          for (int r = 0; r < ROWS; r++) sums[r][v] = zero * -own[r][group];
-        }
+        std::fill_n(&sums[0][0], 2 * ROWS, Ints{});
         for (int64 i = half; i < half + size; i++)
           add_int4<ROWS>(weight + i / 2 * TILE_BYTES + pair * TILE_BYTES / 2 + i % 2 * HALF_PANEL,
                          layer.codes_at(i / 2, row) + i % 2 * HALF, sums);
         for (int v = 0; v < 2; v++) {
-          const Floats factor = load_floats(layer.weight_scale + at + v * WIDTH);
+          const Floats factor = load_floats(layer.weight_scale + at + v * WIDTH), zero = zeros_at(layer, at + v * WIDTH);
 #pragma GCC unroll 16
-          for (int r = 0; r < ROWS; r++)
-            *reinterpret_cast<UnalignedFloats*>(totals[r] + place + v * WIDTH) +=
-                __builtin_convertvector(sums[r][v], Floats) * factor;
+          for (int r = 0; r < ROWS; r++) {
+            const float sum = layer.sums[group * layer.rows + row + std::min(r, count - 1)].scaled;
+            add_group(sums[r][v], zero, sum, factor, totals[r] + place + v * WIDTH);
+          }
         }
       }
     }
@@ -159,7 +165,7 @@ TARGET void finish(const Layer& layer, int64 strip, int64 row, Totals& totals) {
   for (int i = 0; i < STRIP; i += WIDTH) {
     Floats x = load_floats(&totals[i].scaled);
     if (!layer.group) {
-      const int32 offset = INT8_FORM_ZERO * layer.sums[row];
+      const int32 offset = INT8_FORM_ZERO * layer.sums[row].products;
       x = __builtin_convertvector((Ints)x - offset, Floats) * load_floats(factor + i);
     }
     x *= layer.scale[row];
