@@ -9,10 +9,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import lopa_ascend.backend.cpu.native as package
 from lopa_ascend.backend.cpu.native import NativeOps, find_kernels
 from lopa_ascend.backend.cpu.native.kernels import Kernels, load_kernels
+from lopa_ascend.backend.cpu.native.ops import multiply_blocks
+from lopa_ascend.backend.cpu.processor import Bfloat16Instructions, bfloat16_instructions
+from lopa_ascend.backend.cpu.products import Multiply
 
 EMULATED = Path(__file__).parent / "emulated"
 """The folder with the instructions of AVX512-BF16 in plain C++."""
@@ -20,10 +24,22 @@ EMULATED = Path(__file__).parent / "emulated"
 
 def native_ops() -> NativeOps:
     """The ops of this processor, or their kernels over emulated instructions; skips the test where neither works."""
-    kernels = find_kernels() or emulated_kernels()
+    return NativeOps(_kernels(has_instructions=torch.cpu._is_avx512_bf16_supported()))
+
+
+def bfloat16_layers(instructions: Bfloat16Instructions) -> Multiply:
+    """Linear layers in bfloat16 by some instructions: of this processor, or emulated."""
+    best = bfloat16_instructions()
+    kernels = _kernels(has_instructions=best is not None and instructions <= best)
+    return functools.partial(multiply_blocks, kernels, instructions)
+
+
+def _kernels(*, has_instructions: bool) -> Kernels:
+    """The kernels of this processor, or over emulated instructions; skips the test where neither works."""
+    kernels = (find_kernels() if has_instructions else None) or emulated_kernels()
     if kernels is None:
-        pytest.skip("this processor has no AVX512-BF16, and there is no compiler to emulate it with")
-    return NativeOps(kernels)
+        pytest.skip("this processor lacks the instructions, and there is no compiler to emulate them with")
+    return kernels
 
 
 @functools.cache
@@ -33,7 +49,17 @@ def emulated_kernels() -> Kernels | None:
     if compiler is None:
         return None
     folder = Path(tempfile.mkdtemp())
-    options = ["-std=c++17", "-O2", "-ffp-contract=off", "-fopenmp", "-fPIC", "-Wno-psabi", "-DAVX512="]
+    options = [
+        "-std=c++17",
+        "-O2",
+        "-ffp-contract=off",
+        "-fopenmp",
+        "-fPIC",
+        "-Wno-psabi",
+        "-DAVX512=",
+        "-DAVX2=",
+        "-DAMX=",
+    ]
     objects = []
     for source in sorted(Path(*package.__path__).glob("*.cpp")):
         objects.append(folder / f"{source.stem}.o")

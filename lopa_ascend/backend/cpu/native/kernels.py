@@ -27,6 +27,7 @@ ARGUMENTS = {
     "lopa_rope": "plppllllpi",
     "lopa_norm_rope": "plppplllfpi",
     "lopa_dequantize": "ppppllpi",
+    "lopa_bf16_linear": "ppplllpli",
 }
 """The functions and the types of their arguments: pointer, long, float, int. The last one is the number of threads."""
 TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
@@ -65,9 +66,9 @@ def numbers(*values: int) -> ctypes.Array[ctypes.c_int64]:
 
 
 def find_kernels() -> Kernels | None:
-    """The kernels, or None where they were not compiled or this processor does not have their instructions."""
+    """The kernels, or None where they were not compiled."""
     spec = find_spec(LIBRARY)
-    if spec is None or spec.origin is None or not torch.cpu._is_avx512_bf16_supported():
+    if spec is None or spec.origin is None:
         return None
     try:
         return load_kernels(spec.origin)
