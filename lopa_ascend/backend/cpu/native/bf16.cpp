@@ -21,19 +21,23 @@ using word = std::uint32_t;  // a pair of bfloat16 numbers
 constexpr int SIDE = 32;
 constexpr int BLOCK = SIDE * SIDE;
 constexpr int TILE = BLOCK / 2;
-constexpr int LINES = BLOCK * sizeof(bfloat16) / 64;  // cache lines of a block
 constexpr int CHUNK = 16;                             // blocks that stay in the cache while all rows are multiplied by them
 constexpr int PART_BYTES = 1 << 20;                   // of the input, which stay in the cache beside a chunk
 constexpr int PART_ROWS = 480;                        // rows whose sums are kept; a multiple of ROWS of every way
+constexpr int AHEAD = 4 * BLOCK;                      // weights by which memory is read before, if once for all rows
 constexpr int TASKS = 8;                              // for each thread, so that a slow one gets fewer
 
-// Weights to fetch from memory while others are multiplied: some cache lines for each block.
+// Weights to fetch into the level-2 cache while others are multiplied: up to two cache lines for each pair of inputs.
 struct Ahead {
+  static constexpr int LINE = 64 / sizeof(bfloat16);
   const bfloat16* begin;
   int lines;
+  void fetch(int block, int pair) const {
+    const bfloat16* at = begin + (block * LANES + pair) * lines * LINE;
+    for (int i = 0; i < lines; i++) __builtin_prefetch(at + i * LINE, 0, 2);
+  }
   void fetch(int block) const {
-    const char* at = reinterpret_cast<const char*>(begin) + 64 * lines * block;
-    for (int i = 0; i < lines; i++) __builtin_prefetch(at + 64 * i);
+    for (int pair = 0; pair < LANES; pair++) fetch(block, pair);
   }
 };
 
@@ -171,8 +175,8 @@ struct Avx512Bf16 : Vectors {
     const bfloat16* weight = p.weight;
     const word* x = reinterpret_cast<const word*>(p.x);
     for (int i = 0; i < p.blocks; i++, weight += TILE) {
-      p.ahead.fetch(i);
       for (int pair = 0; pair < LANES; pair++, weight += SIDE, x++) {
+        p.ahead.fetch(i, pair);
         const __m512bh left = (__m512bh)_mm512_load_si512(weight), right = (__m512bh)_mm512_load_si512(weight + TILE);
         for (int row = 0; row < COUNT; row++) {
           const __m512bh inputs = (__m512bh)_mm512_set1_epi32(static_cast<int>(x[row * p.inputs / 2]));
@@ -199,8 +203,8 @@ struct Avx512 : Widened {
     const bfloat16* weight = p.weight;
     const float* x = p.x;
     for (int i = 0; i < p.blocks; i++, weight += TILE) {
-      p.ahead.fetch(i);
       for (int pair = 0; pair < LANES; pair++, weight += SIDE) {
+        p.ahead.fetch(i, pair);
         const __m512i left = _mm512_load_si512(weight), right = _mm512_load_si512(weight + TILE);
         for (int second = 0; second < 2; second++, x++) {
           const __m512 a = _mm512_castsi512_ps(second ? _mm512_and_si512(left, high) : _mm512_slli_epi32(left, 16));
@@ -239,8 +243,8 @@ struct Avx2 : Widened {
     const bfloat16* weight = p.weight + tile * TILE;
     const float* x = p.x;
     for (int i = 0; i < p.blocks; i++, weight += TILE) {
-      if (tile == 0) p.ahead.fetch(i);
-      for (int pair = 0; pair < LANES; pair++, weight += SIDE)
+      for (int pair = 0; pair < LANES; pair++, weight += SIDE) {
+        if (tile == 0) p.ahead.fetch(i, pair);
         for (int second = 0; second < 2; second++, x++) {
           __m256 a[VECTORS];
           for (int j = 0; j < VECTORS; j++) {
@@ -253,6 +257,7 @@ struct Avx2 : Widened {
             for (int j = 0; j < VECTORS; j++) sums[row][j] = _mm256_fmadd_ps(a[j], input, sums[row][j]);
           }
         }
+      }
     }
     for (int row = 0; row < COUNT; row++)
       for (int i = 0; i < VECTORS; i++) _mm256_store_ps(memory + row * SIDE + i * WIDTH, sums[row][i]);
@@ -308,13 +313,13 @@ void compute(const bfloat16* x, const bfloat16* weight, const bfloat16* bias, in
     for (int64 task = 0; task < tasks; task++) {
       const int64 first = task / strips * part_rows, output = task % strips * SIDE;
       const int count = static_cast<int>(std::min(part_rows, rows - first));
-      const int lines = static_cast<int>(divided(LINES, divided(count, Way::ROWS)));
       for (int64 block = 0; block < blocks; block += CHUNK) {
         const bfloat16* chunk = weight + output * inputs + block * BLOCK;
         const int size = static_cast<int>(std::min<int64>(blocks - block, CHUNK));
-        const bfloat16* next = chunk + size * BLOCK;
-        for (int row = 0, fetched = 0; row < count; row += Way::ROWS, fetched += lines) {
-          const Ahead ahead{next + fetched * size * 32, fetched < LINES ? lines : 0};
+        for (int row = 0; row < count; row += Way::ROWS) {
+          // The first two of several rounds fetch half of the next chunk each.
+          const bfloat16* half = chunk + size * BLOCK + (row ? size * BLOCK / 2 : 0);
+          const Ahead ahead = count <= Way::ROWS ? Ahead{chunk + AHEAD, 2} : Ahead{half, row <= Way::ROWS ? 1 : 0};
           const Number* at = input + (first + row) * inputs + block * Way::STEP;
           Way::multiply({at, inputs, chunk, size, block == 0, ahead, sums + row * SIDE}, std::min(count - row, Way::ROWS));
         }
