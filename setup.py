@@ -11,7 +11,7 @@ from setuptools import Extension, find_packages, setup
 NATIVE = "lopa_ascend/backend/cpu/native"
 KERNELS = Extension(
     "lopa_ascend.backend.cpu.native.compiled",
-    [f"{NATIVE}/attention.cpp", f"{NATIVE}/int8.cpp", f"{NATIVE}/rows.cpp"],
+    [f"{NATIVE}/attention.cpp", f"{NATIVE}/bf16.cpp", f"{NATIVE}/int8.cpp", f"{NATIVE}/rows.cpp"],
     depends=[f"{NATIVE}/int8_strip.h", f"{NATIVE}/vectors.h"],
     # Sums and products are rounded one by one, as the definitions of the ops have it.
     extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp"],

@@ -15,7 +15,9 @@ import lopa_ascend.backend.cpu.native as package
 from lopa_ascend.backend.cpu.native import NativeOps, find_kernels
 from lopa_ascend.backend.cpu.native.integers import INSTRUCTIONS, IntegerOps
 from lopa_ascend.backend.cpu.native.kernels import Kernels, load_kernels
-from lopa_ascend.backend.cpu.processor import int8_instructions
+from lopa_ascend.backend.cpu.native.ops import multiply_blocks
+from lopa_ascend.backend.cpu.processor import Bfloat16Instructions, bfloat16_instructions, int8_instructions
+from lopa_ascend.backend.cpu.products import Multiply
 
 EMULATED = Path(__file__).parent / "emulated"
 """The folder with the instructions of AVX512-BF16 in plain C++."""
@@ -23,21 +25,29 @@ EMULATED = Path(__file__).parent / "emulated"
 
 def native_ops() -> NativeOps:
     """The ops of this processor, or their kernels over emulated instructions; skips the test where neither works."""
-    kernels = find_kernels() if torch.cpu._is_avx512_bf16_supported() else None
-    kernels = kernels or emulated_kernels()
+    return NativeOps(_kernels(has_instructions=torch.cpu._is_avx512_bf16_supported()))
+
+
+def bfloat16_layers(instructions: Bfloat16Instructions) -> Multiply:
+    """Linear layers in bfloat16 by some instructions: of this processor, or emulated."""
+    best = bfloat16_instructions()
+    kernels = _kernels(has_instructions=best is not None and instructions <= best)
+    return functools.partial(multiply_blocks, kernels, instructions)
+
+
+def _kernels(*, has_instructions: bool) -> Kernels:
+    """The kernels of this processor, or over emulated instructions; skips the test where neither works."""
+    kernels = (find_kernels() if has_instructions else None) or emulated_kernels()
     if kernels is None:
-        pytest.skip("this processor has no AVX512-BF16, and there is no compiler to emulate it with")
-    return NativeOps(kernels)
+        pytest.skip("this processor lacks the instructions, and there is no compiler to emulate them with")
+    return kernels
 
 
 def integer_ops(instructions: str) -> IntegerOps:
     """Linear layers of integers by some instructions of this processor, or by emulated ones that it lacks."""
     own = int8_instructions()
     has_them = own is not None and INSTRUCTIONS.index(instructions) <= INSTRUCTIONS.index(own)
-    kernels = (find_kernels() if has_them else None) or emulated_kernels()
-    if kernels is None:
-        pytest.skip(f"this processor has no {instructions}, and there is no compiler to emulate it with")
-    return IntegerOps(kernels, packs_weights=True, instructions=instructions)
+    return IntegerOps(_kernels(has_instructions=has_them), packs_weights=True, instructions=instructions)
 
 
 @functools.cache
@@ -47,8 +57,8 @@ def emulated_kernels() -> Kernels | None:
     if compiler is None:
         return None
     folder = Path(tempfile.mkdtemp())
-    options = ["-std=c++17", "-O2", "-ffp-contract=off", "-fopenmp", "-fPIC", "-Wno-psabi", "-DAVX512="]
-    options += ["-DAVX2_INT8=", "-DVNNI=", "-DAMX_INT8="]
+    options = ["-std=c++17", "-O2", "-ffp-contract=off", "-fopenmp", "-fPIC", "-Wno-psabi"]
+    options += [f"-D{attribute}=" for attribute in ("AVX2", "AVX512", "AMX", "AVX2_INT8", "VNNI", "AMX_INT8")]
     objects = []
     for source in sorted(Path(*package.__path__).glob("*.cpp")):
         objects.append(folder / f"{source.stem}.o")

@@ -236,7 +236,7 @@ def test_layers_can_be_left_out(path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "w4a8"}, "quantization: unknown value 'w4a8'; choose one of w8a8"),
+        ({"quantization": "w4a4"}, "quantization: unknown value 'w4a4'; choose one of w8a8, w4a8"),
         ({"quantization_exclude": ["down_proj"]}, "quantization_exclude: needs quantization"),
         (
             {"quantization": "w8a8", "quantization_exclude": ["lm_head"]},

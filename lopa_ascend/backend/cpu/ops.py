@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from lopa_ascend.backend.cpu.attention import plan_attention, planned_attention
 from lopa_ascend.backend.cpu.experts import by_expert, call_moe, combined, route
 from lopa_ascend.backend.cpu.int8 import multiply_int4, multiply_int8, pack_int8, packs_exactly
 from lopa_ascend.backend.cpu.processor import emulated_dtypes, packed_dtypes
-from lopa_ascend.backend.cpu.products import Products, pack
+from lopa_ascend.backend.cpu.products import Multiply, Products, divides_into_blocks, in_blocks, pack
 from lopa_ascend.backend.interface import Entries, Experts, Int4Weight
 
 
@@ -50,11 +51,13 @@ class CpuOps:
 
     Args:
         packs_weights: ``packed`` packs weights where that is faster. Compiled steps cannot read packed weights.
+        multiply_blocks: a linear layer with weights in blocks, whose rows do not depend on one another; None: weights
+            are not packed so.
     """
 
     row_stats = None
 
-    def __init__(self, *, packs_weights: bool = False) -> None:
+    def __init__(self, *, packs_weights: bool = False, multiply_blocks: Multiply | None = None) -> None:
         keep_freed_memory()
         self.gathered_bytes = 0
         self.max_queries: int | None = None
@@ -62,6 +65,7 @@ class CpuOps:
         self.device = torch.device("cpu")
         self._packs_weights = packs_weights
         self._packed_dtypes = packed_dtypes()
+        self._multiply_blocks = multiply_blocks
         self._products = Products(emulated_dtypes(), F.linear)
         self._packs_exactly = functools.cache(packs_exactly)
         self._number = attention_op.register(self)
@@ -74,14 +78,22 @@ class CpuOps:
             return weight
         if weight.dtype == torch.int8:
             return pack_int8(weight) if self._packs_exactly(weight.shape) else weight
+        if self._has_blocks(weight):
+            return in_blocks(weight)
         return pack(weight) if weight.dtype in self._packed_dtypes else weight
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._products(x, weight, bias)
+        if weight.dim() == 2:
+            return self._products(x, weight, bias)
+        assert self._multiply_blocks is not None
+        return self._multiply_blocks(x, weight, bias)
+
+    def _has_blocks(self, weight: Tensor) -> bool:
+        return self._packs_weights and self._multiply_blocks is not None and divides_into_blocks(weight)
 
     def settle(self, weights: Iterable[Tensor]) -> str:
         matrices = list(weights)
-        found = self._products.settle(weight for weight in matrices if weight.is_floating_point())
+        found = self._products.settle(w for w in matrices if w.is_floating_point() and w.dim() == 2)
         ways = {self._integer_way(weight) for weight in matrices if not weight.is_floating_point()}
         if ways:
             found += f"; integer weights are multiplied exactly, by {' and '.join(sorted(ways))} products"
@@ -118,7 +130,8 @@ class CpuOps:
         return (out if bias is None else out.add_(bias.float())).to(dtype)
 
     def stored_experts(self, experts: Experts) -> Experts:
-        return experts
+        matrices = {"gate_up": experts.gate_up, "down": experts.down}
+        return replace(experts, **{name: in_blocks(w) for name, w in matrices.items() if self._has_blocks(w)})
 
     def moe(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
         if shared is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from enum import IntEnum
 from pathlib import Path
 
 import torch
@@ -13,6 +14,27 @@ from lopa_ascend.backend.cpu.products import takes_packed
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 CPU_INFO = Path("/proc/cpuinfo")
 """Where Linux says who made the processor."""
+
+
+class Bfloat16Instructions(IntEnum):
+    """Instructions by which the kernel for linear layers multiplies (``native/bf16.cpp``, which has the same order)."""
+
+    AVX2, AVX512, AVX512_BF16, AMX = range(4)
+
+
+def bfloat16_instructions() -> Bfloat16Instructions | None:
+    """The fastest ones that this processor has and the caps of torch and oneDNN allow; None if there are none."""
+    capability = torch.backends.cpu.get_cpu_capability()  # ATEN_CPU_CAPABILITY caps it
+    cap = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    is_uncapped = cap in ("", "ALL", "DEFAULT")
+    if not IS_X86 or capability not in ("AVX2", "AVX512"):
+        return None
+    if capability == "AVX2" or not (is_uncapped or cap.startswith("AVX512")):
+        return Bfloat16Instructions.AVX2
+    if (is_uncapped or "AMX" in cap) and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
+        return Bfloat16Instructions.AMX
+    has_bfloat16 = torch.cpu._is_avx512_bf16_supported() and cap not in ("AVX512_CORE", "AVX512_CORE_VNNI")
+    return Bfloat16Instructions.AVX512_BF16 if has_bfloat16 else Bfloat16Instructions.AVX512
 
 
 def emulated_dtypes() -> frozenset[torch.dtype]:

@@ -32,6 +32,8 @@ MOST_OUTPUTS = 16384
 """Outputs of a weight that are tried. With all outputs of a large vocabulary a start would take a minute longer."""
 PIECES = (64, 128, 256, 512)
 """Numbers of rows to compute at a time, the preferred ones first. A small one pads small steps less."""
+BLOCK = 32
+"""Outputs and inputs of a block of a weight, as the kernel has them (``native/bf16.cpp``)."""
 WIDENED_ROWS = 1024
 """Rows of a weight that are converted to float32 at a time, so that they stay in the cache."""
 
@@ -39,6 +41,24 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """The library's ``linear(x, weight, bias)``."""
 Kind = tuple[torch.Size, torch.dtype, bool]
 """(shape of a weight, dtype, whether it is packed): what the library picks a kernel by, besides the number of rows."""
+
+
+def divides_into_blocks(weight: Tensor) -> bool:
+    """Whether ``in_blocks`` takes a weight."""
+    return weight.dtype == torch.bfloat16 and not any(size % BLOCK for size in weight.shape[-2:])
+
+
+def in_blocks(weight: Tensor) -> Tensor:
+    """Weights [..., out, in] in bfloat16 in the order in which the kernel in C++ reads them.
+
+    Returns:
+        [..., out / BLOCK, in / BLOCK, BLOCK, BLOCK]. A block has two halves of its outputs, with a row for each pair of
+        inputs, and in it that pair of each output.
+    """
+    *rest, outputs, inputs = weight.shape
+    lanes, pairs = BLOCK // 2, weight.contiguous().view(torch.int32)
+    blocks = pairs.view(-1, 2, lanes, inputs // BLOCK, lanes).permute(0, 3, 1, 4, 2).contiguous()
+    return blocks.view(torch.bfloat16).view(*rest, outputs // BLOCK, inputs // BLOCK, BLOCK, BLOCK)
 
 
 def pack(weight: Tensor) -> Tensor:

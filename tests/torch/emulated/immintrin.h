@@ -9,6 +9,7 @@
 #include <cstring>
 #include <limits>
 
+typedef float __m256 __attribute__((vector_size(32)));
 typedef float __m512 __attribute__((vector_size(64)));
 typedef std::int32_t __m512i __attribute__((vector_size(64)));
 typedef std::int16_t __m512bh __attribute__((vector_size(64)));
@@ -44,6 +45,11 @@ static inline void _mm512_store_si512(void* out, __m512i x) { std::memcpy(out, &
 static inline void _mm256_storeu_si256(__m256i* out, __m256i x) { std::memcpy(out, &x, sizeof x); }
 static inline void _mm_storeu_si128(__m128i* out, __m128i x) { std::memcpy(out, &x, sizeof x); }
 
+static inline __m256 _mm256_load_ps(const void* x) { return from_memory<__m256>(x); }
+static inline __m256i _mm256_load_si256(const __m256i* x) { return from_memory<__m256i>(x); }
+static inline __m512i _mm512_loadu_si512(const void* x) { return from_memory<__m512i>(x); }
+static inline void _mm256_store_ps(void* out, __m256 x) { std::memcpy(out, &x, sizeof x); }
+
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
 static inline __m512 _mm512_set1_ps(float x) { return x - __m512{}; }
@@ -58,6 +64,7 @@ static inline __m512 _mm512_max_ps(__m512 a, __m512 b) { return a > b ? a : b; }
 static inline __m512 _mm512_min_ps(__m512 a, __m512 b) { return a < b ? a : b; }
 static inline __m512i _mm512_max_epi32(__m512i a, __m512i b) { return a > b ? a : b; }
 static inline __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
+static inline __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
 static inline __m512i _mm512_slli_epi32(__m512i x, unsigned bits) { return x << static_cast<int>(bits); }
 static inline __m512 _mm512_castsi512_ps(__m512i x) { return reinterpret_cast<__m512>(x); }
 static inline __m512 _mm512_abs_ps(__m512 x) {
@@ -66,6 +73,22 @@ static inline __m512 _mm512_abs_ps(__m512 x) {
 }
 static inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
   FOR_EACH_LANE c[i] = std::fma(a[i], b[i], c[i]);
+  return c;
+}
+static inline __m256 _mm256_set1_ps(float x) { return x - __m256{}; }
+static inline __m256i _mm256_set1_epi32(std::int32_t x) {
+  typedef std::int32_t words __attribute__((vector_size(32)));
+  return reinterpret_cast<__m256i>(x - words{});
+}
+static inline __m256 _mm256_setzero_ps() { return __m256{}; }
+static inline __m256i _mm256_and_si256(__m256i a, __m256i b) { return a & b; }
+static inline __m256i _mm256_slli_epi32(__m256i x, int bits) {
+  typedef std::int32_t words __attribute__((vector_size(32)));
+  return reinterpret_cast<__m256i>(reinterpret_cast<words>(x) << bits);
+}
+static inline __m256 _mm256_castsi256_ps(__m256i x) { return reinterpret_cast<__m256>(x); }
+static inline __m256 _mm256_fmadd_ps(__m256 a, __m256 b, __m256 c) {
+  for (int i = 0; i < 8; i++) c[i] = std::fma(a[i], b[i], c[i]);
   return c;
 }
 static inline __m512 _mm512_mask_mul_ps(__m512 otherwise, __mmask16 mask, __m512 a, __m512 b) {
@@ -239,4 +262,38 @@ static inline __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int quarters) {
   __m512i out;
   FOR_EACH_LANE out[i] = (i < 8 ? a : b)[4 * (quarters >> i / 4 * 2 & 3) + i % 4];
   return out;
+}
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------
+
+struct Tiles {
+  std::uint8_t rows[8];
+  float numbers[8][16][16];  // a row has 64 bytes
+};
+static inline Tiles& tiles() {
+  static thread_local Tiles found;
+  return found;
+}
+static inline void _tile_loadconfig(const void* shape) {
+  std::memcpy(tiles().rows, static_cast<const std::uint8_t*>(shape) + 48, 8);
+}
+static inline void _tile_release() {}
+static inline void _tile_zero(int tile) { std::memset(tiles().numbers[tile], 0, sizeof tiles().numbers[tile]); }
+static inline void _tile_loadd(int tile, const void* from, long stride) {
+  for (int row = 0; row < tiles().rows[tile]; row++)
+    std::memcpy(tiles().numbers[tile][row], static_cast<const char*>(from) + row * stride, 64);
+}
+static inline void _tile_stored(int tile, void* to, long stride) {
+  for (int row = 0; row < tiles().rows[tile]; row++)
+    std::memcpy(static_cast<char*>(to) + row * stride, tiles().numbers[tile][row], 64);
+}
+static inline void _tile_dpbf16ps(int sums, int left, int right) {
+  for (int row = 0; row < tiles().rows[left]; row++)
+    for (int pair = 0; pair < 16; pair++) {
+      std::int32_t word;
+      std::memcpy(&word, &tiles().numbers[left][row][pair], 4);
+      const __m512bh columns = from_memory<__m512bh>(tiles().numbers[right][pair]);
+      const __m512 sum = from_memory<__m512>(tiles().numbers[sums][row]);
+      _mm512_store_ps(tiles().numbers[sums][row], _mm512_dpbf16_ps(sum, columns, (__m512bh)_mm512_set1_epi32(word)));
+    }
 }

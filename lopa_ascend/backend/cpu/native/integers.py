@@ -10,6 +10,7 @@ from lopa_ascend.backend.cpu.int8 import SIGN_BIT
 from lopa_ascend.backend.cpu.native.kernels import Kernels
 from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.cpu.processor import int8_instructions
+from lopa_ascend.backend.cpu.products import Multiply
 from lopa_ascend.backend.interface import Int4Weight
 
 STRIP, TILE, PANEL = 32, 64, 16
@@ -60,11 +61,19 @@ class IntegerOps(CpuOps):
     Args:
         kernels: of this processor.
         packs_weights: see ``CpuOps``; the kernels compute layers with packed weights.
+        multiply_blocks: see ``CpuOps``.
         instructions: one of ``INSTRUCTIONS``; None: the fastest of this processor.
     """
 
-    def __init__(self, kernels: Kernels, *, packs_weights: bool = False, instructions: str | None = None):
-        super().__init__(packs_weights=packs_weights)
+    def __init__(
+        self,
+        kernels: Kernels,
+        *,
+        packs_weights: bool = False,
+        multiply_blocks: Multiply | None = None,
+        instructions: str | None = None,
+    ):
+        super().__init__(packs_weights=packs_weights, multiply_blocks=multiply_blocks)
         self._kernels = kernels
         self._instructions = instructions or int8_instructions()
 

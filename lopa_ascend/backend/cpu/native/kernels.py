@@ -11,8 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.cpu.processor import int8_instructions
-
 logger = logging.getLogger(__name__)
 
 LIBRARY = "lopa_ascend.backend.cpu.native.compiled"
@@ -30,6 +28,7 @@ ARGUMENTS = {
     "lopa_norm_rope": "plppplllfpi",
     "lopa_dequantize": "ppppllpi",
     "lopa_int8_linear": "ppppppplllllli",
+    "lopa_bf16_linear": "ppplllpli",
 }
 """The functions and the types of their arguments: pointer, long, float, int. The last one is the number of threads."""
 TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
@@ -68,9 +67,9 @@ def numbers(*values: int) -> ctypes.Array[ctypes.c_int64]:
 
 
 def find_kernels() -> Kernels | None:
-    """The kernels, or None where they were not compiled or this processor has the instructions of none of them."""
+    """The kernels, or None where they were not compiled."""
     spec = find_spec(LIBRARY)
-    if spec is None or spec.origin is None or not (torch.cpu._is_avx512_bf16_supported() or int8_instructions()):
+    if spec is None or spec.origin is None:
         return None
     try:
         return load_kernels(spec.origin)

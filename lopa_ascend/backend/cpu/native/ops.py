@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lopa_ascend.backend.cpu.int8 import multiply_int8
 from lopa_ascend.backend.cpu.native.integers import IntegerOps
 from lopa_ascend.backend.cpu.native.kernels import Kernels, numbers
+from lopa_ascend.backend.cpu.processor import Bfloat16Instructions
+from lopa_ascend.backend.cpu.products import BLOCK, Multiply
 from lopa_ascend.backend.interface import Entries
 
 LANES = 16
@@ -37,12 +39,31 @@ def is_whole(x: Tensor, size: int) -> bool:
     return x.dtype == torch.bfloat16 and has_whole_vectors and x.is_contiguous()
 
 
+def multiply_blocks(
+    kernels: Kernels, instructions: Bfloat16Instructions, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """``linear(x, weight, bias)`` in bfloat16 with a weight that ``in_blocks`` has made.
+
+    Args:
+        instructions: that this processor has.
+    """
+    rows, inputs, outputs = x.shape[0], weight.shape[1] * BLOCK, weight.shape[0] * BLOCK
+    assert x.shape[1] == inputs
+    assert x.dtype == torch.bfloat16
+    out = x.new_empty(rows, outputs)
+    offset = None if bias is None else bias.to(x.dtype).contiguous()
+    arguments = x.contiguous(), weight, offset, rows, inputs, outputs, out, instructions
+    kernels.call("lopa_bf16_linear", *arguments, work=rows * inputs * outputs // LANES)
+    return out
+
+
 class NativeOps(IntegerOps):
     """``Ops`` on a CPU in bfloat16 by the kernels, and otherwise by torch.
 
     Args:
         kernels: of this processor.
         packs_weights: see ``IntegerOps``.
+        multiply_blocks: see ``CpuOps``.
         instructions: see ``IntegerOps``.
         has_attention: attention by the kernels too.
     """
@@ -52,10 +73,13 @@ class NativeOps(IntegerOps):
         kernels: Kernels,
         *,
         packs_weights: bool = False,
+        multiply_blocks: Multiply | None = None,
         instructions: str | None = None,
         has_attention: bool = True,
     ):
-        super().__init__(kernels, packs_weights=packs_weights, instructions=instructions)
+        super().__init__(
+            kernels, packs_weights=packs_weights, multiply_blocks=multiply_blocks, instructions=instructions
+        )
         self._has_attention = has_attention
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:

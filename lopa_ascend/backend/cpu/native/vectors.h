@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <cstdint>
 
-#ifndef AVX512  // tests define it as nothing, to compile for any processor
+#ifndef AVX512  // tests define them as nothing, to compile for any processor
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+#define AVX2 __attribute__((target("avx2,fma")))
+#define AMX __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl")))
 #endif
 
 namespace {
