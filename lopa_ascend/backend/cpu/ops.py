@@ -21,7 +21,7 @@ from lopa_ascend.backend.cpu.experts import by_expert, call_moe, combined, route
 from lopa_ascend.backend.cpu.int8 import multiply_int8, pack_int8, packs_exactly
 from lopa_ascend.backend.cpu.processor import emulated_dtypes, packed_dtypes
 from lopa_ascend.backend.cpu.products import Products, pack
-from lopa_ascend.backend.interface import Entries, Experts
+from lopa_ascend.backend.interface import Entries, Experts, ShardStatsKernel
 
 
 def keep_freed_memory() -> None:
@@ -178,6 +178,10 @@ class CpuOps:
         for new, cache in ((k, k_cache), (v, v_cache)):
             written = new if source is None else new[source]
             cache.view(-1, *cache.shape[-2:]).index_copy_(0, slot_mapping.long(), written)
+
+    @property
+    def shard_stats(self) -> ShardStatsKernel | None:
+        return None
 
     def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
         x.index_copy_(0, rows.long(), values)
