@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -87,6 +88,25 @@ def test_attention_of_an_entry_does_not_depend_on_the_others(
     for i, (start, length) in enumerate(zip(accumulate(entries.lengths, initial=0), entries.lengths, strict=False)):
         span = slice(start, start + length)
         assert torch.equal(ops.attention(q[span], k_cache, v_cache, one_entry(entries, i)), together[span])
+
+
+def test_beside_long_entries_short_ones_keep_their_bits(ops: NativeOps) -> None:
+    """With AMX torch attends for long entries and causal ones, and the kernel for short ones."""
+    mixed = NativeOps(ops._kernels, has_attention=False)
+    shapes = [(0, 4, 9), (1, 40, 50), (0, 3, 70), (1, 8, 8), (0, 9, 30)]
+    entries, k_cache, v_cache = paged_step(shapes, (0, 131), 2, 64, torch.bfloat16)
+    entries = replace(entries, causal=(False, False, True, False, False))
+    q = randn(sum(entries.lengths), 4, 64).bfloat16()
+    together = mixed.attention(q, k_cache, v_cache, entries)
+    largest_value = v_cache.float().nan_to_num().abs().max()
+    plain = definition.attention(q, k_cache, v_cache, entries)
+    assert (together.float() - plain.float()).abs().max() <= 2**-6 * largest_value
+    starts = list(accumulate(entries.lengths, initial=0))
+    for i, causal in enumerate(entries.causal):
+        span, alone = slice(starts[i], starts[i + 1]), replace(one_entry(entries, i), causal=(causal,))
+        computing = ops if entries.lengths[i] <= 8 and not causal else CpuOps()
+        for each in (mixed, computing):
+            assert torch.equal(each.attention(q[span], k_cache, v_cache, alone), together[span])
 
 
 def test_scores_far_apart_overflow_nothing(ops: NativeOps) -> None:

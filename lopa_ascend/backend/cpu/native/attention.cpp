@@ -199,9 +199,10 @@ AVX512 void attend(const Heads<const T>& queries, const Heads<T>& out, std::int6
                    float scale, Scratch& scratch) {
   const int dim = static_cast<int>(queries.dim);
   const Rows<float> sums{scratch.sums, dim};
-  std::fill_n(scratch.sums, TASK_ROWS * dim, 0.0f);
-  std::fill_n(scratch.largest, TASK_ROWS, MINUS_INFINITY);
-  std::fill_n(scratch.total, TASK_ROWS, 0.0f);
+  const int used_rows = (num_rows + ROWS - 1) / ROWS * ROWS;
+  std::fill_n(scratch.sums, used_rows * dim, 0.0f);
+  std::fill_n(scratch.largest, used_rows, MINUS_INFINITY);
+  std::fill_n(scratch.total, used_rows, 0.0f);
   for (std::int64_t page = 0; page * PAGE < num_keys; page++) {
     const int count = static_cast<int>(std::min<std::int64_t>(num_keys - page * PAGE, PAGE));
     const int columns = (count + LANES - 1) / LANES * LANES;

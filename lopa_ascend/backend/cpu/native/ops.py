@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from ctypes import Array, c_int64
+from functools import lru_cache
+from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +26,8 @@ PAGE = 128
 """Positions of a page, as the attention kernel has them."""
 LONGEST_ROW = 65536
 """The longest row of ``lopa_swiglu_quant`` (``rows.cpp``)."""
+FEW_QUERIES = 16
+"""Queries of heads that share a key/value head, up to which the attention kernel is faster than torch with AMX."""
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -46,13 +52,52 @@ def is_wide(x: Tensor) -> int:
     return int(x.dtype == torch.float32)
 
 
+class SomeEntries(NamedTuple):
+    """Some of a step's entries, and which of its tokens are theirs, int64 [n]."""
+
+    entries: Entries
+    tokens: Tensor
+
+
+@lru_cache(maxsize=1)
+def divide_entries(entries: Entries, few: int) -> tuple[SomeEntries | None, SomeEntries | None]:
+    """Those of up to ``few`` queries, and the others; None: there are none.
+
+    Causal entries count as long: a token's result must not depend on which others are computed in the same pass.
+    """
+    causal = entries.causal or (False,) * len(entries.lengths)
+    starts = list(accumulate(entries.lengths, initial=0))
+    divided: list[SomeEntries | None] = []
+    for is_long in (False, True):
+        chosen = [i for i, size in enumerate(entries.lengths) if (size > few or causal[i]) == is_long]
+        own = Entries(
+            lengths=tuple(entries.lengths[i] for i in chosen),
+            kv_lengths=tuple(entries.kv_lengths[i] for i in chosen),
+            page_tables=entries.page_tables[chosen],
+            prefix_groups=tuple(entries.prefix_groups[i] for i in chosen),
+            prefixes=entries.prefixes,
+            causal=tuple(causal[i] for i in chosen) if is_long else (),
+        )
+        tokens = torch.tensor([token for i in chosen for token in range(starts[i], starts[i + 1])])
+        divided.append(SomeEntries(own, tokens) if chosen else None)
+    return divided[0], divided[1]
+
+
+@lru_cache(maxsize=2)
+def entry_arguments(entries: Entries) -> tuple[Array[c_int64], Array[c_int64], Array[c_int64] | None, Tensor, int]:
+    """Lengths, KV lengths, causal entries and page tables for the kernel, and the pairs of queries and keys."""
+    causal = numbers(*entries.causal) if entries.causal else None
+    pairs = sum(map(mul, entries.lengths, entries.kv_lengths))
+    return numbers(*entries.lengths), numbers(*entries.kv_lengths), causal, entries.page_tables.contiguous(), pairs
+
+
 class NativeOps(CpuOps):
     """``Ops`` on a CPU in bfloat16 and float32 by the kernels, and otherwise by torch.
 
     Args:
         kernels: of this processor.
         packs_weights: see ``CpuOps``.
-        has_attention: attention in bfloat16 by the kernels too.
+        has_attention: attention in bfloat16 by the kernels too, also of many queries.
     """
 
     def __init__(self, kernels: Kernels, *, packs_weights: bool = False, has_attention: bool = True):
@@ -61,19 +106,41 @@ class NativeOps(CpuOps):
         self._has_attention = has_attention
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
-        tokens, heads, dim = q.shape
+        heads, dim = q.shape[1:]
         has_whole_rows = q.stride()[1:] == (dim, 1) and is_whole(q[:1], dim)
-        is_faster = self._has_attention or q.dtype == torch.float32
-        if not (is_faster and has_whole_rows and dim <= MAX_DIM):
+        if not has_whole_rows or dim > MAX_DIM:
             return super().attention(q, k_cache, v_cache, entries)
+        if self._has_attention or q.dtype == torch.float32:
+            return self._attend(q, k_cache, v_cache, entries)
+        few, many = divide_entries(entries, FEW_QUERIES * k_cache.shape[2] // heads)
+        if few is None or many is None:
+            attend = super().attention if few is None else self._attend
+            return attend(q, k_cache, v_cache, entries)
+        out = q.new_empty(len(q), heads * dim)
+        out[few.tokens] = self._attend(q[few.tokens], k_cache, v_cache, few.entries)
+        out[many.tokens] = super().attention(q[many.tokens], k_cache, v_cache, many.entries)
+        return out
+
+    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
+        """Attention by the kernel."""
+        tokens, heads, dim = q.shape
         assert k_cache.shape[1] == PAGE
-        out, tables = q.new_empty(tokens, heads * dim), entries.page_tables.contiguous()
-        pairs = sum(map(mul, entries.lengths, entries.kv_lengths))
+        out, (lengths, kv_lengths, causal, tables, pairs) = q.new_empty(tokens, heads * dim), entry_arguments(entries)
         self._kernels.call(
             "lopa_attention",
-            *(q, q.stride(0), k_cache, v_cache, out),
-            *(numbers(*entries.lengths), numbers(*entries.kv_lengths)),
-            *(numbers(*entries.causal) if entries.causal else None, len(entries.lengths), tables, tables.shape[1]),
+            *(
+                q,
+                q.stride(0),
+                k_cache,
+                v_cache,
+                out,
+                lengths,
+                kv_lengths,
+                causal,
+                len(lengths),
+                tables,
+                tables.shape[1],
+            ),
             *(numbers(*k_cache.stride()[:3], *v_cache.stride()[:3]), heads, k_cache.shape[2], dim),
             *(1 / math.sqrt(dim), is_wide(q)),
             work=pairs * heads * dim // LANES,
