@@ -100,6 +100,13 @@ columns that keep their share but are never chosen, and otherwise 0. A row with 
 log_total NaN, and any column."""
 
 
+ShardStatsKernel = Callable[[Tensor, int, int, bool], Tensor]
+"""``shard_stats(logits, mask, limit, has_dot)`` of rows of logits [n, V]: float32 [n, 4] with the largest logit, the
+sum of exp x with x = logit - largest, and the largest logit that may be chosen with the first column that has it; with
+``has_dot`` [n, 5], third the sum of x exp x. The column ``mask`` and those from ``limit`` on may not be chosen. If a
+logit is NaN or +inf, so is the largest, and the sum is NaN."""
+
+
 @dataclass(frozen=True, eq=False)
 class Experts:
     """A rank's part of the experts of a layer: E experts, each with I inner elements.
@@ -339,6 +346,11 @@ class Ops(Protocol):
     @property
     def row_stats(self) -> RowStatsKernel | None:
         """A kernel that makes the statistics of rows of logits for a compiled step, or None: then torch makes them."""
+        ...
+
+    @property
+    def shard_stats(self) -> ShardStatsKernel | None:
+        """A kernel that makes the statistics of rows of logits in an eager step, or None: then torch makes them."""
         ...
 
     # ---- memory of compiled steps ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lopa_ascend.runner.batch import Indices
 from lopa_ascend.score.adjust import Adjustment
 from lopa_ascend.score.merge import merge_scores
 from lopa_ascend.score.prediction import NUM_COLUMNS, NUM_WITH_RUNNER_UP, encode
-from lopa_ascend.score.shards import MAX_OFFERED, Bans, join_bans, shard_scores
+from lopa_ascend.score.shards import MAX_OFFERED, Bans, is_plain, join_bans, shard_scores
 from lopa_ascend.types import Scoring
 
 HEAD_ROWS = 512
@@ -76,13 +76,14 @@ class Scorer:
             width = NUM_WITH_RUNNER_UP if scoring.runner_up else NUM_COLUMNS
             return torch.empty(0, width, dtype=torch.int32, device=self.ops.device)
         where = torch.from_numpy(positions).to(self.ops.device)
+        has_kernel = self.ops.shard_stats is not None and is_plain(scoring)
         score_rows = self.ops.score_rows or HEAD_ROWS
         if num_rows % score_rows == 1:  # torch sums a single row in several threads, so in another order
             rows, where = torch.cat([rows, rows[-1:]]), torch.cat([where, where[-1:]])
         tp = self.model.tp
-        is_split = tp.size > 1
+        merges_at_once = tp.size == 1 and not has_kernel
         first_row = 0
-        pieces: list[tuple[Tensor, ...]] = []  # statistics of this shard if the vocabulary is split, else predictions
+        pieces: list[tuple[Tensor, ...]] = []  # predictions if these are merged at once, else statistics of this shard
         for chunk, chunk_positions in zip(rows.split(HEAD_ROWS), where.split(HEAD_ROWS), strict=True):
             logits = self.model.logits(chunk).split(score_rows)
             for piece, at in zip(logits, chunk_positions.split(score_rows), strict=True):
@@ -91,12 +92,10 @@ class Scorer:
                     piece = job.adjustment.of_rows(span).apply(piece, self.model.first_token_id)
                 shard = self._shard_scores(piece, at, job, bans and bans.within(first_row, len(piece)))
                 first_row += len(piece)
-                if is_split:
-                    pieces.append((shard,))
-                else:  # merged at once, while the statistics are in the CPU's cache
-                    pieces.append(merge_scores(shard[None], scoring, at, round_))
+                # Merged while the logits are in the CPU's cache.
+                pieces.append(merge_scores(shard[None], scoring, at, round_) if merges_at_once else (shard,))
         columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
-        if is_split:
+        if not merges_at_once:
             columns = list(merge_scores(tp.all_gather(columns[0], "vocabulary"), scoring, where, round_))
         return encode(*(column[:num_rows] for column in columns))
 
@@ -109,9 +108,19 @@ class Scorer:
             job: the first of the batch.
             bans: of these rows.
         """
-        first_token_id = self.model.first_token_id
+        first_token_id, scoring, kernel = self.model.first_token_id, job.scoring, self.ops.shard_stats
         limit = MAX_OFFERED if self.model.tp.size > 1 else None
-        return shard_scores(logits, job.scoring, positions, job.round, first_token_id, limit, bans)
+        if kernel is None or not is_plain(scoring):
+            return shard_scores(logits, scoring, positions, job.round, first_token_id, limit, bans)
+        mask, end = scoring.mask - first_token_id, scoring.num_token_ids - first_token_id
+        stats = kernel(logits, mask, end, scoring.confidence == "neg_entropy")
+        if bans is not None and len(rows := bans.rows):  # the kernel knows none
+            if len(rows) == 1:  # never a single row, as in `_score_rows`
+                rows = rows.repeat(2)
+            at = torch.from_numpy(rows).to(logits.device)
+            own = shard_scores(logits[at], scoring, positions[at], job.round, first_token_id, limit, bans.at(rows))
+            stats[at] = own
+        return stats
 
 
 def _batches(jobs: List[Job]) -> list[list[Job]]:

@@ -70,7 +70,11 @@ class PerRow(NamedTuple):
 
     def within(self, first_row: int, num_rows: int) -> PerRow:
         """A range of rows."""
-        return self._replace(of_row=self.of_row[first_row : first_row + num_rows])
+        return self.at(slice(first_row, first_row + num_rows))
+
+    def at(self, rows: slice | NDArray[np.int64]) -> PerRow:
+        """Some of the rows."""
+        return self._replace(of_row=self.of_row[rows])
 
 
 class Bans(NamedTuple):
@@ -85,6 +89,15 @@ class Bans(NamedTuple):
     def within(self, first_row: int, num_rows: int) -> Bans:
         """The bans of a range of rows."""
         return Bans(*(kind.within(first_row, num_rows) for kind in self))
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The rows in which anything is banned."""
+        return np.union1d(self.lists.rows, self.sets.rows)
+
+    def at(self, rows: NDArray[np.int64]) -> Bans:
+        """The bans of some of the rows."""
+        return Bans(*(kind.at(rows) for kind in self))
 
     def exclude(self, x: Tensor, first: int) -> None:
         """Sets the logits [R, n] of the members of ``sets`` to ``EXCLUDED``.
@@ -132,6 +145,12 @@ def columns(scoring: Scoring) -> tuple[str, ...]:
     if scoring.top_p is not None and scoring.top_k is None and not scoring.min_p:
         names.append("mass")
     return tuple(names)
+
+
+def is_plain(scoring: Scoring) -> bool:
+    """Whether the statistics are those that ``Ops.shard_stats`` makes."""
+    is_greedy = not (scoring.temperature or scoring.truncated or scoring.runner_up)
+    return is_greedy and scoring.confidence != "margin"
 
 
 def shard_scores(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from lopa_ascend.families import dream
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.model.decoder import Decoder
+from lopa_ascend.score.shards import shard_scores
+from lopa_ascend.types import Scoring
 from tests.dream_checkpoint import load
 from tests.tiers import examples
 from tests.tiny import write_dream
@@ -55,33 +58,55 @@ def one_entry(entries: Entries, i: int) -> Entries:
     st.integers(1, 7),
     st.sampled_from([16, 32, 48, 80, 128, 256]),
     st.sampled_from([0.1, 1.0, 30.0]),
+    st.sampled_from([torch.bfloat16, torch.float32]),
 )
 def test_long_entries_and_all_head_dimensions(
-    ops: NativeOps, length: int, own_keys: int, kv_heads: int, group: int, dim: int, size: float
+    ops: NativeOps, length: int, own_keys: int, kv_heads: int, group: int, dim: int, size: float, dtype: torch.dtype
 ) -> None:
     """Entries that several tasks share, and scores of any size; test_definition.py has many small entries."""
-    entries, k_cache, v_cache = paged_step([(0, length, own_keys), (1, 3, 5)], (0, 150), kv_heads, dim, torch.bfloat16)
+    entries, k_cache, v_cache = paged_step([(0, length, own_keys), (1, 3, 5)], (0, 150), kv_heads, dim, dtype)
     heads = kv_heads * group
-    q = (size * randn(length + 3, heads + kv_heads, dim)).bfloat16()[:, :heads]  # as beside the keys of one projection
+    q = (size * randn(length + 3, heads + kv_heads, dim)).to(dtype)[:, :heads]  # as beside the keys of one projection
     plain = definition.attention(q, k_cache, v_cache, entries).float()
     largest_value = v_cache.float().nan_to_num().abs().max()
-    assert (ops.attention(q, k_cache, v_cache, entries).float() - plain).abs().max() <= 2**-7 * largest_value
+    error = 2**-7 if dtype == torch.bfloat16 else 2**-14 * max(size, 1) / 30 * dim**0.5
+    assert (ops.attention(q, k_cache, v_cache, entries).float() - plain).abs().max() <= error * largest_value
     assert ops.gathered_bytes == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 7), (2, 3)])
 def test_attention_of_an_entry_does_not_depend_on_the_others(
-    ops: NativeOps, threads: int, kv_heads: int, group: int
+    ops: NativeOps, threads: int, kv_heads: int, group: int, dtype: torch.dtype
 ) -> None:
     shapes = [(i % 3, length, 3 + length % 40) for i, length in enumerate((1, 2, 7, 31, 32, 33, 70, 200, 32, 32))]
-    entries, k_cache, v_cache = paged_step(shapes, (0, 131, 200), kv_heads, 64, torch.bfloat16)
-    q = randn(sum(entries.lengths), group * kv_heads, 64).bfloat16()
+    entries, k_cache, v_cache = paged_step(shapes, (0, 131, 200), kv_heads, 64, dtype)
+    q = randn(sum(entries.lengths), group * kv_heads, 64).to(dtype)
     together = ops.attention(q, k_cache, v_cache, entries)
     assert torch.equal(ops.attention(q, k_cache, v_cache, entries.divided(16)), together)
     torch.set_num_threads(1)
     for i, (start, length) in enumerate(zip(accumulate(entries.lengths, initial=0), entries.lengths, strict=False)):
         span = slice(start, start + length)
         assert torch.equal(ops.attention(q[span], k_cache, v_cache, one_entry(entries, i)), together[span])
+
+
+def test_beside_long_entries_short_ones_keep_their_bits(ops: NativeOps) -> None:
+    """With AMX torch attends for long entries and causal ones, and the kernel for short ones."""
+    mixed = NativeOps(ops._kernels, has_attention=False)
+    shapes = [(0, 4, 9), (1, 40, 50), (0, 3, 70), (1, 8, 8), (0, 9, 30)]
+    entries, k_cache, v_cache = paged_step(shapes, (0, 131), 2, 64, torch.bfloat16)
+    entries = replace(entries, causal=(False, False, True, False, False))
+    q = randn(sum(entries.lengths), 4, 64).bfloat16()
+    together = mixed.attention(q, k_cache, v_cache, entries)
+    largest_value = v_cache.float().nan_to_num().abs().max()
+    plain = definition.attention(q, k_cache, v_cache, entries)
+    assert (together.float() - plain.float()).abs().max() <= 2**-6 * largest_value
+    starts = list(accumulate(entries.lengths, initial=0))
+    for i, causal in enumerate(entries.causal):
+        span, alone = slice(starts[i], starts[i + 1]), replace(one_entry(entries, i), causal=(causal,))
+        computing = ops if entries.lengths[i] <= 8 and not causal else CpuOps()
+        for each in (mixed, computing):
+            assert torch.equal(each.attention(q[span], k_cache, v_cache, alone), together[span])
 
 
 def test_scores_far_apart_overflow_nothing(ops: NativeOps) -> None:
@@ -118,12 +143,58 @@ def test_element_wise_results_do_not_depend_on_the_other_rows(ops: NativeOps, th
             ops.quant_linear(codes, scale, matrix, weight_scale, bias, torch.bfloat16),
         ]
 
-    whole = results(slice(None))
+    wide_norm, wide_heads = bias[:48].float(), torch.cat([heads, heads], -1)[..., :48].float()
+    wide_cos, wide_sin = cos[..., :24].float().contiguous(), sin[..., :24].float().contiguous()
+
+    def wide_results(part: slice) -> list[Tensor]:
+        """Half a head is no whole number of vectors."""
+        angles = wide_cos[part], wide_sin[part]
+        return [
+            ops.rms_norm(x[part].float(), weight.float(), 1e-6),
+            *ops.add_rms_norm(x[part].float(), residual[part].float(), weight.float(), 1e-6),
+            ops.swiglu(x[part].float()),
+            ops.rope(wide_heads[part], *angles),
+            *ops.norm_rope(wide_heads[part], wide_heads[part], wide_norm, wide_norm, 1e-6, *angles),
+        ]
+
+    whole = results(slice(None)) + wide_results(slice(None))
     torch.set_num_threads(1)
     for begin in range(0, rows, 47):
         part = slice(begin, begin + 13)
-        for alone, among_others in zip(results(part), whole, strict=True):
+        for alone, among_others in zip(results(part) + wide_results(part), whole, strict=True):
             assert torch.equal(alone, among_others[part])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("confidence", ["max_prob", "neg_entropy"])
+def test_statistics_of_logits_are_those_of_torch(
+    ops: NativeOps, threads: int, confidence: str, dtype: torch.dtype
+) -> None:
+    """With ties, masks and ids that do not exist anywhere, logits that are far apart or not finite, and gaps between
+    rows."""
+    for size, mask, limit in ((1, 1, 1), (15, 3, 14), (16, 15, 20), (1000, 999, 1000), (4099, -5, 4050), (300, 7, 0)):
+        torch.set_num_threads(threads)
+        scoring = Scoring(confidence, mask, limit)
+        x = (20 * randn(8, size + 5, seed=size)).to(dtype)[:, :size]
+        x[1] = x[1].round()
+        x[2, size // 2 :] = 9.0
+        x[3] *= 20
+        x[4, size // 3] = torch.inf
+        x[5, -1] = torch.nan
+        x[6, : size // 2] = -torch.inf
+        before, positions = x.clone(), torch.arange(8)
+        found = ops.shard_stats(x, mask, limit, confidence == "neg_entropy")
+        assert torch.equal(x[:4], before[:4])
+        expected = shard_scores(x.clone(), scoring, positions, 0)
+        for rows in ((0, 1, 2, 3, 7), (6,) if confidence == "max_prob" and size > 1 else ()):
+            exact = [0, -2, -1]  # the largest logit, the best one, its column
+            assert torch.equal(found[rows, :][:, exact], expected[rows, :][:, exact])
+            torch.testing.assert_close(found[rows, :], expected[rows, :], rtol=2e-5, atol=2e-5)
+        assert not found[4:6, :2].isfinite().all(-1).any()
+        torch.set_num_threads(1)
+        for row in range(8):
+            alone = ops.shard_stats(x[row : row + 1], mask, limit, confidence == "neg_entropy")
+            assert torch.equal(alone[0].view(torch.int32), found[row].view(torch.int32))
 
 
 def test_a_row_with_nan_has_no_scale(ops: NativeOps) -> None:
@@ -162,7 +233,7 @@ def test_a_model_computes_what_it_does_by_torch(ops: NativeOps, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("dtype", "size", "is_taken"),
-    [(torch.bfloat16, 64, True), (torch.float32, 64, False), (torch.bfloat16, 24, False)],
+    [(torch.bfloat16, 64, True), (torch.float32, 64, True), (torch.float16, 64, False), (torch.bfloat16, 24, False)],
 )
 def test_what_is_left_to_torch(dtype: torch.dtype, size: int, is_taken: bool) -> None:
     x = torch.zeros(3, 2, size, dtype=dtype)

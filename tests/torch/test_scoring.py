@@ -17,6 +17,7 @@ from lopa_ascend.runner.scoring import HEAD_ROWS, Job, Scorer
 from lopa_ascend.score.noise import gumbel_noise
 from lopa_ascend.score.shards import Bans, PerRow
 from lopa_ascend.types import Scoring
+from tests.torch.native import native_ops
 
 VOCAB = 152_064
 """Of Dream: so many logits that torch sums a row in several threads."""
@@ -47,8 +48,14 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def score(model: Logits, jobs: list[Job]) -> list[torch.Tensor]:
-    return Scorer(cast(Model, model), CpuOps()).score(jobs, no_probe)
+@pytest.fixture(params=["torch", "native"])
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    """Where torch makes all statistics, and where a kernel makes those of greedy rows without bans."""
+    return CpuOps() if request.param == "torch" else native_ops()
+
+
+def score(model: Logits, jobs: list[Job], ops: CpuOps | None = None) -> list[torch.Tensor]:
+    return Scorer(cast(Model, model), ops or CpuOps()).score(jobs, no_probe)
 
 
 def job(rows: list[int], scoring: Scoring, round_: int = 0, bans: Bans | None = None) -> Job:
@@ -58,7 +65,7 @@ def job(rows: list[int], scoring: Scoring, round_: int = 0, bans: Bans | None = 
 @pytest.mark.parametrize(
     "scoring", [GREEDY, SAMPLED, Scoring("margin", 5, VOCAB), Scoring("max_prob", 5, VOCAB, temperature=1.0, top_p=0.9)]
 )
-def test_jobs_with_bans_share_the_head_and_keep_their_bits(scoring: Scoring) -> None:
+def test_jobs_with_bans_share_the_head_and_keep_their_bits(scoring: Scoring, ops: CpuOps) -> None:
     model = Logits(24)
     even, only = (torch.arange(VOCAB) % 2 == 0).float(), (torch.arange(VOCAB) != 77).float()
     nothing = PerRow((), np.full(3, -1))
@@ -69,9 +76,9 @@ def test_jobs_with_bans_share_the_head_and_keep_their_bits(scoring: Scoring) -> 
         job([5, 6, 7], scoring, bans=Bans(nothing, PerRow((only, even), np.array([1, 0, -1])))),
         job(list(range(8, 23)), scoring),
     ]
-    alone = [score(model, [each])[0] for each in jobs]
+    alone = [score(model, [each], ops)[0] for each in jobs]
     model.calls = 0
-    together = score(model, jobs)
+    together = score(model, jobs, ops)
     assert model.calls == 1
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one, other)
@@ -82,11 +89,13 @@ def test_jobs_with_bans_share_the_head_and_keep_their_bits(scoring: Scoring) -> 
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("scoring", [GREEDY, SAMPLED])
-def test_a_row_alone_and_at_the_end_of_a_group_has_the_bits_that_it_has_among_others(scoring: Scoring) -> None:
+def test_a_row_alone_and_at_the_end_of_a_group_has_the_bits_that_it_has_among_others(
+    scoring: Scoring, ops: CpuOps
+) -> None:
     model = Logits(18)
-    together = score(model, [job(list(range(18)), scoring)])[0]
+    together = score(model, [job(list(range(18)), scoring)], ops)[0]
     for rows in ([0], [3], list(range(17)), list(range(1, 18))):
-        (found,) = score(model, [job(rows, scoring)])
+        (found,) = score(model, [job(rows, scoring)], ops)
         assert torch.equal(found, together[rows])
 
 

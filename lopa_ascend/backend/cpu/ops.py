@@ -22,7 +22,7 @@ from lopa_ascend.backend.cpu.experts import by_expert, call_moe, combined, route
 from lopa_ascend.backend.cpu.int8 import multiply_int4, multiply_int8, pack_int8, packs_exactly
 from lopa_ascend.backend.cpu.processor import emulated_dtypes, packed_dtypes
 from lopa_ascend.backend.cpu.products import Multiply, Products, divides_into_blocks, in_blocks, pack
-from lopa_ascend.backend.interface import Entries, Experts, Int4Weight
+from lopa_ascend.backend.interface import Entries, Experts, Int4Weight, ShardStatsKernel
 
 
 def keep_freed_memory() -> None:
@@ -211,6 +211,10 @@ class CpuOps:
         for new, cache in ((k, k_cache), (v, v_cache)):
             written = new if source is None else new[source]
             cache.view(-1, *cache.shape[-2:]).index_copy_(0, slot_mapping.long(), written)
+
+    @property
+    def shard_stats(self) -> ShardStatsKernel | None:
+        return None
 
     def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
         x.index_copy_(0, rows.long(), values)

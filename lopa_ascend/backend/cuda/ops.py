@@ -262,6 +262,8 @@ class CudaOps:
 
     # ---- scores and the memory of compiled steps -------------------------------------------------------------------
 
+    shard_stats = None
+
     def row_stats(self, logits: Tensor, never_chosen: Tensor, confidence: str) -> RowStats:
         rows, size = logits.shape
         stats = logits.new_empty(4, rows, dtype=torch.float32)

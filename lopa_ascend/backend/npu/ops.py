@@ -66,6 +66,7 @@ class NpuOps:
     """
 
     row_stats = None
+    shard_stats = None
 
     def __init__(self, *, attention_layout: str = "TND"):
         if attention_layout not in ATTENTION_LAYOUTS:

@@ -18,7 +18,7 @@ typedef std::int16_t __m256bh __attribute__((vector_size(32)));
 typedef std::int8_t __m128i __attribute__((vector_size(16)));
 typedef std::uint16_t __mmask16;
 
-enum { _CMP_UNORD_Q = 3, _MM_FROUND_TO_NEAREST_INT = 0, _MM_FROUND_NO_EXC = 8 };
+enum { _CMP_UNORD_Q = 3, _CMP_GT_OQ = 30, _MM_FROUND_TO_NEAREST_INT = 0, _MM_FROUND_NO_EXC = 8 };
 
 #define FOR_EACH_LANE for (int i = 0; i < 16; i++)
 
@@ -40,9 +40,24 @@ static inline __m512i _mm512_maskz_loadu_epi32(__mmask16 mask, const void* x) {
   FOR_EACH_LANE if (mask >> i & 1) std::memcpy(&out[i], static_cast<const std::int32_t*>(x) + i, 4);
   return out;
 }
+static inline __m512i _mm512_loadu_si512(const void* x) { return from_memory<__m512i>(x); }
+static inline __m512 _mm512_maskz_loadu_ps(__mmask16 mask, const void* x) {
+  return reinterpret_cast<__m512>(_mm512_maskz_loadu_epi32(mask, x));
+}
+static inline __m256i _mm256_maskz_loadu_epi16(__mmask16 mask, const void* x) {
+  __m256i out = {};
+  FOR_EACH_LANE if (mask >> i & 1) std::memcpy(&out[i], static_cast<const std::int16_t*>(x) + i, 2);
+  return out;
+}
+static inline void _mm512_mask_storeu_ps(void* out, __mmask16 mask, __m512 x) {
+  FOR_EACH_LANE if (mask >> i & 1) static_cast<float*>(out)[i] = x[i];
+}
+static inline void _mm256_mask_storeu_epi16(void* out, __mmask16 mask, __m256i x) {
+  FOR_EACH_LANE if (mask >> i & 1) static_cast<std::int16_t*>(out)[i] = x[i];
+}
+static inline void _mm512_storeu_si512(void* out, __m512i x) { std::memcpy(out, &x, sizeof x); }
 static inline void _mm512_store_ps(void* out, __m512 x) { std::memcpy(out, &x, sizeof x); }
 static inline void _mm512_store_si512(void* out, __m512i x) { std::memcpy(out, &x, sizeof x); }
-static inline void _mm256_storeu_si256(__m256i* out, __m256i x) { std::memcpy(out, &x, sizeof x); }
 static inline void _mm_storeu_si128(__m128i* out, __m128i x) { std::memcpy(out, &x, sizeof x); }
 
 static inline __m256 _mm256_load_ps(const void* x) { return from_memory<__m256>(x); }
@@ -95,6 +110,15 @@ static inline __m512 _mm512_mask_mul_ps(__m512 otherwise, __mmask16 mask, __m512
   FOR_EACH_LANE if (mask >> i & 1) otherwise[i] = a[i] * b[i];
   return otherwise;
 }
+static inline __m512 _mm512_mask_mov_ps(__m512 otherwise, __mmask16 mask, __m512 x) {
+  FOR_EACH_LANE if (mask >> i & 1) otherwise[i] = x[i];
+  return otherwise;
+}
+static inline __m512 _mm512_maskz_mov_ps(__mmask16 mask, __m512 x) { return _mm512_mask_mov_ps(__m512{}, mask, x); }
+static inline __m512i _mm512_mask_mov_epi32(__m512i otherwise, __mmask16 mask, __m512i x) {
+  FOR_EACH_LANE if (mask >> i & 1) otherwise[i] = x[i];
+  return otherwise;
+}
 static inline __m512 _mm512_roundscale_ps(__m512 x, int) {
   FOR_EACH_LANE x[i] = std::nearbyint(x[i]);
   return x;
@@ -103,9 +127,12 @@ static inline __m512 _mm512_scalef_ps(__m512 a, __m512 b) {
   FOR_EACH_LANE a[i] = static_cast<float>(std::ldexp(a[i], static_cast<int>(b[i])));
   return a;
 }
-static inline __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int) {  // _CMP_UNORD_Q alone
+static inline __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int kind) {
   __mmask16 mask = 0;
-  FOR_EACH_LANE mask |= static_cast<__mmask16>((std::isnan(a[i]) || std::isnan(b[i])) << i);
+  FOR_EACH_LANE {
+    const bool holds = kind == _CMP_GT_OQ ? a[i] > b[i] : std::isnan(a[i]) || std::isnan(b[i]);
+    mask |= static_cast<__mmask16>(holds << i);
+  }
   return mask;
 }
 static inline float _mm512_reduce_add_ps(__m512 x) {  // halves are added to each other

@@ -1,23 +1,26 @@
-// Attention over pages, in bfloat16, on x86 processors with AVX512-BF16.
+// Attention over pages, in bfloat16 or float32, on x86 processors with AVX512-BF16.
 //
 // A task is some queries of one entry, up to TASK_ROWS of those whose heads share a key/value head. It goes over the keys
 // page by page: the products of queries and keys, a running softmax in float32, and the products of weights and values.
-// The instruction vdpbf16ps multiplies pairs of bfloat16 numbers and adds both products to a float32 number, so a page is
-// first packed into words of 32 bits that hold such pairs: neighbouring elements of a key, or the same element of two
-// neighbouring values.
+// Products are of words of 32 bits. A word is a float32 number, or a pair of bfloat16 numbers: the instruction vdpbf16ps
+// multiplies such pairs and adds both products to a float32 number. So a page is first packed into words: neighbouring
+// elements of a key, or the same element of two neighbouring values. Values in float32 are words where they lie.
 //
 // Every query goes through the same operations in the same order, whatever queries are computed beside it and whichever
 // thread computes it: its result has the same bits alone and among others.
 
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "vectors.h"
 
 namespace {
 
-using word = std::uint32_t;  // a pair of bfloat16 numbers
+using word = std::uint32_t;  // a float32 number or a pair of bfloat16 numbers
+template <typename T>
+constexpr int IN_WORD = sizeof(word) / sizeof(T);
 
 constexpr int ROWS = 6;             // queries multiplied together: their 24 sums of a product stay in registers
 constexpr int COLUMNS = 4 * LANES;  // columns multiplied together
@@ -26,10 +29,10 @@ constexpr int TASK_ROWS = 32 * ROWS;
 constexpr int MAX_DIM = 256;
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
-// What a task keeps in memory: 400 KiB, which fit in the level-2 cache.
+// What a task keeps in memory: up to 400 KiB, which fit in the level-2 cache.
 struct Scratch {
-  alignas(64) word keys[MAX_DIM / 2 * PAGE];    // [D / 2][PAGE]: elements 2 i and 2 i + 1 of each key
-  alignas(64) word values[PAGE / 2 * MAX_DIM];  // [PAGE / 2][D]: each element of values 2 i and 2 i + 1
+  alignas(64) word keys[MAX_DIM * PAGE];        // [words of a key][PAGE]
+  alignas(64) word values[PAGE / 2 * MAX_DIM];  // [PAGE / 2][D]: each element of values 2 i and 2 i + 1, in bfloat16
   alignas(64) float sums[TASK_ROWS * MAX_DIM];  // [rows][D]: values weighted by 2 ^ (score - largest)
   float largest[TASK_ROWS];                     // largest score so far, in units of ln 2
   float total[TASK_ROWS];                       // sum of 2 ^ (score - largest)
@@ -66,22 +69,28 @@ AVX512 inline void transpose(__m512i* a) {
   }
 }
 
-// Keys [count][D] -> words [D / 2][PAGE]; keys behind the last one are zero.
-AVX512 void pack_keys(Rows<const bfloat16> keys, int count, int dim, word* packed) {
+// Keys [count][D] -> words [words of a key][PAGE]; keys behind the last one are zero.
+template <typename T>
+AVX512 void pack_keys(Rows<const T> keys, int count, int dim, word* packed) {
+  const int words = dim / IN_WORD<T>;
   for (int first = 0; first < PAGE; first += LANES)
-    for (int column = 0; column < dim; column += 2 * LANES) {
-      __m512i words[LANES];
-      const __mmask16 present = lanes_below((dim - column) / 2);
+    for (int column = 0; column < words; column += LANES) {
+      __m512i block[LANES];
+      const __mmask16 present = lanes_below(words - column);
       for (int i = 0; i < LANES; i++)
-        words[i] = first + i < count ? _mm512_maskz_loadu_epi32(present, keys[first + i] + column) : _mm512_setzero_si512();
-      transpose(words);
-      for (int i = 0; i < LANES && column + 2 * i < dim; i++)
-        _mm512_store_si512(packed + (column / 2 + i) * PAGE + first, words[i]);
+        block[i] = first + i < count ? _mm512_maskz_loadu_epi32(present, keys[first + i] + column * IN_WORD<T>)
+                                     : _mm512_setzero_si512();
+      transpose(block);
+      for (int i = 0; i < LANES && column + i < words; i++)
+        _mm512_store_si512(packed + (column + i) * PAGE + first, block[i]);
     }
 }
 
-// Values [count][D] -> words [PAGE / 2][D]; values behind the last one are zero.
-AVX512 void pack_values(Rows<const bfloat16> values, int count, int dim, word* packed) {
+// Values [count][D] as words [..][D]; the other half of the last word is zero where count is odd.
+Rows<const word> pack_values(Rows<const float> values, int, int, word*) {
+  return {reinterpret_cast<const word*>(values.begin), values.stride};
+}
+AVX512 Rows<const word> pack_values(Rows<const bfloat16> values, int count, int dim, word* packed) {
   const auto widened = [&](int row, int column) AVX512 {
     if (row >= count) return _mm512_setzero_si512();
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values[row] + column)));
@@ -91,20 +100,28 @@ AVX512 void pack_values(Rows<const bfloat16> values, int count, int dim, word* p
       const __m512i low = widened(2 * pair, column), high = widened(2 * pair + 1, column);
       _mm512_store_si512(packed + pair * dim + column, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
     }
+  return {packed, dim};
+}
+
+// sum + the products of words.
+template <typename T>
+AVX512 inline __m512 add_products(__m512 sum, __m512i a, __m512i b) {
+  if constexpr (std::is_same_v<T, float>) return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 }
 
 // Adds to sums [ROWS][VECTORS * LANES] the products of left [ROWS][count] and right [count][VECTORS * LANES].
-template <int VECTORS>
+template <typename T, int VECTORS>
 AVX512 inline void multiply(const word* const* left, int count, Rows<const word> right, float* const* sums) {
   __m512 sum[ROWS][VECTORS];
   for (int row = 0; row < ROWS; row++)
     for (int i = 0; i < VECTORS; i++) sum[row][i] = _mm512_load_ps(sums[row] + i * LANES);
   for (int k = 0; k < count; k++) {
-    __m512bh columns[VECTORS];
-    for (int i = 0; i < VECTORS; i++) columns[i] = (__m512bh)_mm512_load_si512(right[k] + i * LANES);
+    __m512i columns[VECTORS];
+    for (int i = 0; i < VECTORS; i++) columns[i] = _mm512_loadu_si512(right[k] + i * LANES);
     for (int row = 0; row < ROWS; row++) {
-      const __m512bh pair = (__m512bh)_mm512_set1_epi32(static_cast<int>(left[row][k]));
-      for (int i = 0; i < VECTORS; i++) sum[row][i] = _mm512_dpbf16_ps(sum[row][i], columns[i], pair);
+      const __m512i same = _mm512_set1_epi32(static_cast<int>(left[row][k]));
+      for (int i = 0; i < VECTORS; i++) sum[row][i] = add_products<T>(sum[row][i], columns[i], same);
     }
   }
   for (int row = 0; row < ROWS; row++)
@@ -112,23 +129,25 @@ AVX512 inline void multiply(const word* const* left, int count, Rows<const word>
 }
 
 // The same for any number of columns that is a multiple of LANES.
+template <typename T>
 AVX512 void multiply_columns(const word* const* left, int count, Rows<const word> right, int columns, Rows<float> sums) {
   for (int first = 0; first < columns; first += COLUMNS) {
     float* begin[ROWS];
     for (int row = 0; row < ROWS; row++) begin[row] = sums[row] + first;
     const Rows<const word> part{right[0] + first, right.stride};
     switch (std::min(columns - first, COLUMNS) / LANES) {
-      case 1: multiply<1>(left, count, part, begin); break;
-      case 2: multiply<2>(left, count, part, begin); break;
-      case 3: multiply<3>(left, count, part, begin); break;
-      default: multiply<4>(left, count, part, begin);
+      case 1: multiply<T, 1>(left, count, part, begin); break;
+      case 2: multiply<T, 2>(left, count, part, begin); break;
+      case 3: multiply<T, 3>(left, count, part, begin); break;
+      default: multiply<T, 4>(left, count, part, begin);
     }
   }
 }
 
-// Scores of a query to the `count` keys of a page -> weights 2 ^ (score - largest), in bfloat16; 0 up to a whole vector.
-// Corrects what the query has summed up so far, if the largest score has changed.
-AVX512 void soften(const float* scores, int count, float scale, int dim, bfloat16* weights, float* sums, float& largest,
+// Scores of a query to the `count` keys of a page -> weights 2 ^ (score - largest); 0 up to a whole vector. Corrects what
+// the query has summed up so far, if the largest score has changed.
+template <typename T>
+AVX512 void soften(const float* scores, int count, float scale, int dim, T* weights, float* sums, float& largest,
                    float& total) {
   const __m512 factor = _mm512_set1_ps(scale * LOG2_E), nothing = _mm512_set1_ps(MINUS_INFINITY);
   const int vectors = (count + LANES - 1) / LANES;
@@ -162,39 +181,42 @@ struct Heads {
 };
 
 // The pages of one key/value head, of keys or of values.
+template <typename T>
 struct Pages {
-  const bfloat16* begin;
+  const T* begin;
   const std::int32_t* table;
   std::int64_t page_stride, position_stride;
-  Rows<const bfloat16> operator[](std::int64_t page) const {
+  Rows<const T> operator[](std::int64_t page) const {
     return {begin + table[page] * page_stride, position_stride};
   }
 };
 
 // The attention of the rows from `first` on, of which there are up to TASK_ROWS. The last of `causal` tokens sees
 // num_keys keys, and each one before it a key less; if `causal` is 0 all see num_keys.
-AVX512 void attend(const Heads<const bfloat16>& queries, const Heads<bfloat16>& out, std::int64_t first, int num_rows,
-                   const Pages& keys, const Pages& values, std::int64_t num_keys, std::int64_t causal, float scale,
-                   Scratch& scratch) {
+template <typename T>
+AVX512 void attend(const Heads<const T>& queries, const Heads<T>& out, std::int64_t first, int num_rows,
+                   const Pages<T>& keys, const Pages<T>& values, std::int64_t num_keys, std::int64_t causal,
+                   float scale, Scratch& scratch) {
   const int dim = static_cast<int>(queries.dim);
   const Rows<float> sums{scratch.sums, dim};
-  std::fill_n(scratch.sums, TASK_ROWS * dim, 0.0f);
-  std::fill_n(scratch.largest, TASK_ROWS, MINUS_INFINITY);
-  std::fill_n(scratch.total, TASK_ROWS, 0.0f);
+  const int used_rows = (num_rows + ROWS - 1) / ROWS * ROWS;
+  std::fill_n(scratch.sums, used_rows * dim, 0.0f);
+  std::fill_n(scratch.largest, used_rows, MINUS_INFINITY);
+  std::fill_n(scratch.total, used_rows, 0.0f);
   for (std::int64_t page = 0; page * PAGE < num_keys; page++) {
     const int count = static_cast<int>(std::min<std::int64_t>(num_keys - page * PAGE, PAGE));
     const int columns = (count + LANES - 1) / LANES * LANES;
     pack_keys(keys[page], count, dim, scratch.keys);
-    pack_values(values[page], count, dim, scratch.values);
+    const Rows<const word> packed_values = pack_values(values[page], count, dim, scratch.values);
     for (int begin = 0; begin < num_rows; begin += ROWS) {
       alignas(64) float scores[ROWS][PAGE] = {};
-      alignas(64) bfloat16 weights[ROWS][PAGE];
+      alignas(64) T weights[ROWS][PAGE];
       const word *query[ROWS], *weight[ROWS];
       for (int i = 0; i < ROWS; i++) {  // rows behind the last one repeat it; their sums are not read
         query[i] = reinterpret_cast<const word*>(queries[first + std::min(begin + i, num_rows - 1)]);
         weight[i] = reinterpret_cast<const word*>(weights[i]);
       }
-      multiply_columns(query, dim / 2, {scratch.keys, PAGE}, columns, {scores[0], PAGE});
+      multiply_columns<T>(query, dim / IN_WORD<T>, {scratch.keys, PAGE}, columns, {scores[0], PAGE});
       for (int i = 0; i < ROWS; i++) {
         const std::int64_t token = (first + std::min(begin + i, num_rows - 1)) / queries.group;
         const std::int64_t hidden = causal ? causal - 1 - token : 0;
@@ -203,13 +225,14 @@ AVX512 void attend(const Heads<const bfloat16>& queries, const Heads<bfloat16>& 
         if (seen)
           soften(scores[i], seen, scale, dim, weights[i], sums[begin + i], scratch.largest[begin + i],
                  scratch.total[begin + i]);
-        std::fill_n(weights[i] + written, columns - written, bfloat16{0});
+        std::fill_n(weights[i] + written, columns - written, T{0});
       }
-      multiply_columns(weight, (count + 1) / 2, {scratch.values, dim}, dim, {sums[begin], dim});
+      const int words = (count + IN_WORD<T> - 1) / IN_WORD<T>;
+      multiply_columns<T>(weight, words, packed_values, dim, {sums[begin], dim});
     }
   }
   for (int row = 0; row < num_rows; row++) {
-    bfloat16* result = out[first + row];
+    T* result = out[first + row];
     const __m512 share = _mm512_set1_ps(1 / scratch.total[row]);
     for (int i = 0; i < dim; i += LANES) store(result + i, _mm512_mul_ps(_mm512_load_ps(sums[row] + i), share));
   }
@@ -226,31 +249,36 @@ struct Task {
 // `lengths` and `kv_lengths` are those of the entries; entry e reads the pages from tables + e * table_stride on.
 // `causal` says of each entry whether it is causal; null: none is.
 // `strides` are those of the first three dimensions of both caches, in elements. dim is a multiple of 16, and at most
-// MAX_DIM.
-extern "C" void lopa_attention(const bfloat16* queries, std::int64_t token_stride, const bfloat16* keys,
-                               const bfloat16* values, bfloat16* out, const std::int64_t* lengths,
-                               const std::int64_t* kv_lengths, const std::int64_t* causal, std::int64_t num_entries,
-                               const std::int32_t* tables, std::int64_t table_stride, const std::int64_t* strides,
-                               std::int64_t heads, std::int64_t kv_heads, std::int64_t dim, float scale, int threads) {
+// MAX_DIM. Elements are float32 if `wide` is not 0, and otherwise bfloat16.
+extern "C" void lopa_attention(const void* queries, std::int64_t token_stride, const void* keys, const void* values,
+                               void* out, const std::int64_t* lengths, const std::int64_t* kv_lengths,
+                               const std::int64_t* causal, std::int64_t num_entries, const std::int32_t* tables,
+                               std::int64_t table_stride, const std::int64_t* strides, std::int64_t heads,
+                               std::int64_t kv_heads, std::int64_t dim, float scale, int wide, int threads) {
   const std::int64_t group = heads / kv_heads;
   std::vector<Task> tasks;
   for (std::int64_t entry = 0, token = 0; entry < num_entries; token += lengths[entry++])
     for (std::int64_t kv_head = 0; kv_head < kv_heads; kv_head++)
       for (std::int64_t row = 0, rows = lengths[entry] * group; row < rows; row += TASK_ROWS)
         tasks.push_back({entry, token, kv_head, row, std::min<std::int64_t>(rows - row, TASK_ROWS)});
+  by_type(wide, [&](auto type) {
+    using T = decltype(type);
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
-  for (std::size_t i = 0; i < tasks.size(); i++) {
-    static thread_local Scratch scratch;
-    const Task& task = tasks[i];
-    const Heads<const bfloat16> rows{queries + task.first_token * token_stride + task.kv_head * group * dim,
-                                     token_stride, group, dim};
-    const Heads<bfloat16> results{out + (task.first_token * heads + task.kv_head * group) * dim, heads * dim, group,
-                                  dim};
-    const auto pages_of = [&](const bfloat16* cache, const std::int64_t* of) {
-      return Pages{cache + task.kv_head * of[2], tables + task.entry * table_stride, of[0], of[1]};
-    };
-    attend(rows, results, task.first_row, static_cast<int>(task.num_rows), pages_of(keys, strides),
-           pages_of(values, strides + 3), kv_lengths[task.entry],
-           causal && causal[task.entry] ? lengths[task.entry] : 0, scale, scratch);
-  }
+    for (std::size_t i = 0; i < tasks.size(); i++) {
+      static thread_local Scratch scratch;
+      const Task& task = tasks[i];
+      const Heads<const T> rows{
+          static_cast<const T*>(queries) + task.first_token * token_stride + task.kv_head * group * dim, token_stride,
+          group, dim};
+      const Heads<T> results{static_cast<T*>(out) + (task.first_token * heads + task.kv_head * group) * dim,
+                             heads * dim, group, dim};
+      const auto pages_of = [&](const void* cache, const std::int64_t* of) {
+        return Pages<T>{static_cast<const T*>(cache) + task.kv_head * of[2], tables + task.entry * table_stride, of[0],
+                        of[1]};
+      };
+      attend(rows, results, task.first_row, static_cast<int>(task.num_rows), pages_of(keys, strides),
+             pages_of(values, strides + 3), kv_lengths[task.entry],
+             causal && causal[task.entry] ? lengths[task.entry] : 0, scale, scratch);
+    }
+  });
 }

@@ -19,16 +19,17 @@ OPENMP = re.compile(r"^(?:\S+ +){5}(/.*/lib(?:gomp|iomp5|omp)\b[^/\n]*\.so.*)$",
 """The file of an OpenMP library in the memory map of a process: the sixth field of a line, which may hold spaces."""
 MEMORY_MAP = Path("/proc/self/maps")
 ARGUMENTS = {
-    "lopa_attention": "plpppppplplplllfi",
-    "lopa_swiglu": "pllpi",
+    "lopa_attention": "plpppppplplplllfii",
+    "lopa_swiglu": "pllpii",
     "lopa_swiglu_quant": "pllppi",
-    "lopa_norm": "pppllfpi",
+    "lopa_norm": "pppllfpii",
     "lopa_norm_quant": "pppllfppi",
-    "lopa_rope": "plppllllpi",
-    "lopa_norm_rope": "plppplllfpi",
+    "lopa_rope": "plppllllpii",
+    "lopa_norm_rope": "plppplllfpii",
     "lopa_dequantize": "ppppllpi",
     "lopa_int8_linear": "ppppppplllllli",
     "lopa_bf16_linear": "ppplllpli",
+    "lopa_row_stats": "plllllipii",
 }
 """The functions and the types of their arguments: pointer, long, float, int. The last one is the number of threads."""
 TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}

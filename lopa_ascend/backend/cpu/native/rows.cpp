@@ -1,9 +1,11 @@
-// Operations on the rows of matrices in bfloat16, each in one pass through memory, on x86 processors with AVX512-BF16.
+// Operations on the rows of matrices in bfloat16 or float32, each in one pass through memory, on x86 processors with
+// AVX512-BF16. Arithmetic is in float32, and a result is rounded once.
 //
 // A row goes through the same operations in the same order, whatever rows are computed beside it and whichever thread
 // computes it: its result has the same bits alone and among others. Row lengths are multiples of 16.
 
 #include <cmath>
+#include <limits>
 
 #include "vectors.h"
 
@@ -14,11 +16,12 @@ using int64 = std::int64_t;
 
 constexpr int LONGEST_ROW = 65536;
 
-// silu(gate) * up, rounded to bfloat16.
-AVX512 void swiglu(const bfloat16* gate, const bfloat16* up, int64 size, bfloat16* out) {
+// silu(gate) * up.
+template <typename T>
+AVX512 void swiglu(const T* gate, const T* up, int64 size, T* out) {
   for (int64 i = 0; i < size; i += LANES) {
     const __m512 x = load(gate + i);
-    const __m512 power = power_of_two(_mm512_mul_ps(x, _mm512_set1_ps(-LOG2_E)));
+    const __m512 power = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
     const __m512 silu = _mm512_div_ps(x, _mm512_add_ps(power, _mm512_set1_ps(1)));
     store(out + i, _mm512_mul_ps(silu, load(up + i)));
   }
@@ -46,7 +49,8 @@ AVX512 inline float quantize(Load load_at, int64 size, int8* codes) {
 }
 
 // Adds x to the residual, if there is one, and returns 1 / the root mean square of the sum.
-AVX512 float add_and_measure(const bfloat16* x, bfloat16* residual, int64 size, float eps) {
+template <typename T>
+AVX512 float add_and_measure(const T* x, T* residual, int64 size, float eps) {
   __m512 squares = _mm512_setzero_ps();
   for (int64 i = 0; i < size; i += LANES) {
     __m512 value = load(x + i);
@@ -60,24 +64,27 @@ AVX512 float add_and_measure(const bfloat16* x, bfloat16* residual, int64 size, 
 }
 
 // The first `half` elements of a head and the others rotated; cos and sin [half].
-template <typename Load>
-AVX512 inline void rotate(Load load_at, const bfloat16* cos, const bfloat16* sin, int64 half, bfloat16* out) {
+template <typename T, typename Load>
+AVX512 inline void rotate(Load load_at, const T* cos, const T* sin, int64 half, T* out) {
   for (int64 i = 0; i < half; i += LANES) {
-    const __m512 left = load_at(i), right = load_at(half + i), c = load(cos + i), s = load(sin + i);
-    store(out + i, _mm512_sub_ps(_mm512_mul_ps(left, c), _mm512_mul_ps(right, s)));
-    store(out + half + i, _mm512_add_ps(_mm512_mul_ps(right, c), _mm512_mul_ps(left, s)));
+    const __mmask16 wanted = lanes_below(static_cast<int>(half - i));
+    const __m512 left = load_at(i, wanted), right = load_at(half + i, wanted);
+    const __m512 c = load(cos + i, wanted), s = load(sin + i, wanted);
+    store(out + i, _mm512_sub_ps(_mm512_mul_ps(left, c), _mm512_mul_ps(right, s)), wanted);
+    store(out + half + i, _mm512_add_ps(_mm512_mul_ps(right, c), _mm512_mul_ps(left, s)), wanted);
   }
 }
 
-AVX512 void rope(const bfloat16* x, const bfloat16* cos, const bfloat16* sin, int64 half, bfloat16* out) {
-  rotate([&](int64 i) AVX512 { return load(x + i); }, cos, sin, half, out);
+template <typename T>
+AVX512 void rope(const T* x, const T* cos, const T* sin, int64 half, T* out) {
+  rotate([&](int64 i, __mmask16 wanted) AVX512 { return load(x + i, wanted); }, cos, sin, half, out);
 }
 
-AVX512 void norm_rope(const bfloat16* x, const bfloat16* weight, const bfloat16* cos, const bfloat16* sin, int64 half,
-                      float eps, bfloat16* out) {
-  const __m512 factor = _mm512_set1_ps(add_and_measure(x, nullptr, 2 * half, eps));
-  const auto normed = [&](int64 i) AVX512 {
-    return _mm512_mul_ps(_mm512_mul_ps(load(x + i), factor), load(weight + i));
+template <typename T>
+AVX512 void norm_rope(const T* x, const T* weight, const T* cos, const T* sin, int64 half, float eps, T* out) {
+  const __m512 factor = _mm512_set1_ps(add_and_measure<T>(x, nullptr, 2 * half, eps));
+  const auto normed = [&](int64 i, __mmask16 wanted) AVX512 {
+    return _mm512_mul_ps(_mm512_mul_ps(load(x + i, wanted), factor), load(weight + i, wanted));
   };
   rotate(normed, cos, sin, half, out);
 }
@@ -88,9 +95,10 @@ AVX512 void swiglu_quant(const bfloat16* gate_up, int64 size, int8* codes, float
   *scale = quantize([&](int64 i) AVX512 { return load(row + i); }, size, codes);
 }
 
-AVX512 void norm(const bfloat16* x, bfloat16* residual, const bfloat16* weight, int64 size, float eps, bfloat16* out) {
+template <typename T>
+AVX512 void norm(const T* x, T* residual, const T* weight, int64 size, float eps, T* out) {
   const __m512 factor = _mm512_set1_ps(add_and_measure(x, residual, size, eps));
-  const bfloat16* total = residual ? residual : x;
+  const T* total = residual ? residual : x;
   for (int64 i = 0; i < size; i += LANES)
     store(out + i, _mm512_mul_ps(_mm512_mul_ps(load(total + i), factor), load(weight + i)));
 }
@@ -115,6 +123,55 @@ AVX512 void dequantize(const float* product, float scale, const float* weight_sc
   }
 }
 
+// What `score/shards.py` wants to know of a row of logits: the largest one, the sum of exp x with x = logit - largest;
+// with `has_dot` the sum of x exp x; the largest logit in the columns below `limit` but `mask`, and its first column.
+template <typename T>
+AVX512 void row_stats(const T* logits, int64 size, int64 mask, int64 limit, bool has_dot, float* stats) {
+  constexpr int SUMS = 4;  // that are added to in turn
+  const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  __m512 largest = lowest, best = lowest;
+  __m512i column = _mm512_setzero_si512();
+  __mmask16 is_nan = 0;  // the maximum of a number and NaN is the number
+  const auto lanes_at = [size](int64 i) { return lanes_below(static_cast<int>(std::min<int64>(size - i, LANES))); };
+  for (int64 i = 0; i < size; i += LANES) {
+    const __mmask16 wanted = lanes_at(i);
+    const __m512 x = _mm512_mask_mov_ps(lowest, wanted, load(logits + i, wanted));
+    largest = _mm512_max_ps(largest, x);
+    is_nan |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    __mmask16 allowed = lanes_below(static_cast<int>(std::clamp<int64>(limit - i, 0, LANES)));
+    if (mask >= i && mask < i + LANES) allowed &= ~(1u << (mask - i));
+    const __mmask16 better = allowed & _mm512_cmp_ps_mask(x, best, _CMP_GT_OQ);
+    best = _mm512_mask_mov_ps(best, better, x);
+    column = _mm512_mask_mov_epi32(column, better, _mm512_set1_epi32(static_cast<int>(i)));
+  }
+  const float high = is_nan ? std::nanf("") : _mm512_reduce_max_ps(largest);
+  __m512 total[SUMS] = {}, dot[SUMS] = {};
+  const __m512 reference = _mm512_set1_ps(high);
+  for (int64 i = 0, turn = 0; i < size; i += LANES, turn = (turn + 1) % SUMS) {
+    const __mmask16 wanted = lanes_at(i);
+    const __m512 x = _mm512_sub_ps(load(logits + i, wanted), reference);
+    // Lower than -87 it would be subnormal, which takes longer, and changes no sum with a 1 in it. NaN stays.
+    const __m512 weight = _mm512_maskz_mov_ps(wanted, exponential(_mm512_max_ps(_mm512_set1_ps(-87), x)));
+    total[turn] = _mm512_add_ps(total[turn], weight);
+    if (has_dot) dot[turn] = _mm512_add_ps(dot[turn], _mm512_maskz_mov_ps(wanted, _mm512_mul_ps(x, weight)));
+  }
+  const auto sum = [](const __m512* x) AVX512 {
+    return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3])));
+  };
+  float values[LANES];
+  std::int32_t first[LANES];
+  store(values, best);
+  _mm512_storeu_si512(first, column);
+  int lane = 0;
+  for (int i = 1; i < LANES; i++)
+    if (values[i] > values[lane] || (values[i] == values[lane] && first[i] + i < first[lane] + lane)) lane = i;
+  *stats++ = high;
+  *stats++ = high - high == 0 ? sum(total) : std::nanf("");
+  if (has_dot) *stats++ = sum(dot);
+  *stats++ = values[lane];
+  *stats++ = static_cast<float>(first[lane] + lane);
+}
+
 }  // namespace
 
 #define FOR_EACH_ROW                                           \
@@ -122,9 +179,16 @@ AVX512 void dequantize(const float* product, float scale, const float* weight_sc
 
 extern "C" {
 
+// Where a function has `wide`, elements are float32 if it is not 0, and otherwise bfloat16.
+
 // gate_up [rows, 2 * size] -> out [rows, size].
-void lopa_swiglu(const bfloat16* gate_up, int64 rows, int64 size, bfloat16* out, int threads) {
-  FOR_EACH_ROW swiglu(gate_up + 2 * r * size, gate_up + (2 * r + 1) * size, size, out + r * size);
+void lopa_swiglu(const void* gate_up, int64 rows, int64 size, void* out, int wide, int threads) {
+  by_type(wide, [&](auto type) {
+    using T = decltype(type);
+    const T* from = static_cast<const T*>(gate_up);
+    T* to = static_cast<T*>(out);
+    FOR_EACH_ROW swiglu(from + 2 * r * size, from + (2 * r + 1) * size, size, to + r * size);
+  });
 }
 
 // The same as int8 [rows, size], and a scale for each row [rows]. Rows of at most LONGEST_ROW.
@@ -133,9 +197,14 @@ void lopa_swiglu_quant(const bfloat16* gate_up, int64 rows, int64 size, int8* co
 }
 
 // x [rows, size], which is added to residual [rows, size] if that is not null -> out [rows, size].
-void lopa_norm(const bfloat16* x, bfloat16* residual, const bfloat16* weight, int64 rows, int64 size, float eps,
-               bfloat16* out, int threads) {
-  FOR_EACH_ROW norm(x + r * size, residual ? residual + r * size : nullptr, weight, size, eps, out + r * size);
+void lopa_norm(const void* x, void* residual, const void* weight, int64 rows, int64 size, float eps, void* out,
+               int wide, int threads) {
+  by_type(wide, [&](auto type) {
+    using T = decltype(type);
+    const T *from = static_cast<const T*>(x), *factors = static_cast<const T*>(weight);
+    T *sums = static_cast<T*>(residual), *to = static_cast<T*>(out);
+    FOR_EACH_ROW norm(from + r * size, sums ? sums + r * size : nullptr, factors, size, eps, to + r * size);
+  });
 }
 
 // The same as int8 [rows, size], and a scale for each row [rows].
@@ -146,22 +215,44 @@ void lopa_norm_quant(const bfloat16* x, bfloat16* residual, const bfloat16* weig
 }
 
 // x [rows, heads, 2 * half], whose rows are `stride` elements apart, rotated by cos and sin [rows, angles, half] -> out.
-// `angles` is `heads`, or 1 if all heads of a row are rotated alike.
-void lopa_rope(const bfloat16* x, int64 stride, const bfloat16* cos, const bfloat16* sin, int64 angles, int64 rows,
-               int64 heads, int64 half, bfloat16* out, int threads) {
-  FOR_EACH_ROW for (int64 h = 0; h < heads; h++) {
-    const int64 angle = (r * angles + (angles == 1 ? 0 : h)) * half;
-    rope(x + r * stride + 2 * h * half, cos + angle, sin + angle, half, out + 2 * (r * heads + h) * half);
-  }
+// `angles` is `heads`, or 1 if all heads of a row are rotated alike. half is any number, but 2 * half whole vectors.
+void lopa_rope(const void* x, int64 stride, const void* cos, const void* sin, int64 angles, int64 rows, int64 heads,
+               int64 half, void* out, int wide, int threads) {
+  by_type(wide, [&](auto type) {
+    using T = decltype(type);
+    const T *cosines = static_cast<const T*>(cos), *sines = static_cast<const T*>(sin), *from = static_cast<const T*>(x);
+    T* to = static_cast<T*>(out);
+    FOR_EACH_ROW for (int64 h = 0; h < heads; h++) {
+      const int64 angle = (r * angles + (angles == 1 ? 0 : h)) * half;
+      rope(from + r * stride + 2 * h * half, cosines + angle, sines + angle, half, to + 2 * (r * heads + h) * half);
+    }
+  });
 }
 
 // The same, with one angle for all heads of a row, of the norm of every head with weight [2 * half].
-void lopa_norm_rope(const bfloat16* x, int64 stride, const bfloat16* weight, const bfloat16* cos, const bfloat16* sin,
-                    int64 rows, int64 heads, int64 half, float eps, bfloat16* out, int threads) {
-  FOR_EACH_ROW for (int64 h = 0; h < heads; h++) {
-    norm_rope(x + r * stride + 2 * h * half, weight, cos + r * half, sin + r * half, half, eps,
-              out + 2 * (r * heads + h) * half);
-  }
+void lopa_norm_rope(const void* x, int64 stride, const void* weight, const void* cos, const void* sin, int64 rows,
+                    int64 heads, int64 half, float eps, void* out, int wide, int threads) {
+  by_type(wide, [&](auto type) {
+    using T = decltype(type);
+    const T *from = static_cast<const T*>(x), *factors = static_cast<const T*>(weight);
+    const T *cosines = static_cast<const T*>(cos), *sines = static_cast<const T*>(sin);
+    T* to = static_cast<T*>(out);
+    FOR_EACH_ROW for (int64 h = 0; h < heads; h++) {
+      norm_rope(from + r * stride + 2 * h * half, factors, cosines + r * half, sines + r * half, half, eps,
+                to + 2 * (r * heads + h) * half);
+    }
+  });
+}
+
+// The statistics of logits [rows, size], whose rows are `stride` elements apart -> stats [rows, 4], or [rows, 5] with
+// `has_dot`.
+void lopa_row_stats(const void* logits, int64 stride, int64 rows, int64 size, int64 mask, int64 limit, int has_dot,
+                    float* stats, int wide, int threads) {
+  by_type(wide, [&](auto type) {
+    using T = decltype(type);
+    const T* from = static_cast<const T*>(logits);
+    FOR_EACH_ROW row_stats(from + r * stride, size, mask, limit, has_dot, stats + r * (4 + has_dot));
+  });
 }
 
 // product [rows, size] times scale [rows] and weight_scale [size], plus bias [size] if that is not null -> out.
