@@ -31,6 +31,8 @@ class ModelSource(ABC):
     config: ModelConfig
     """The configuration of the whole model, not of one rank's part."""
     properties: ModelProperties
+    has_int8 = False
+    """Whether linear layers are int8, stored or quantised."""
 
     @property
     @abstractmethod
@@ -112,11 +114,11 @@ class SplitSource(ModelSource):
         if folder is not None and folder.is_dir():
             self._draft_adapter = checkpoint.open_draft_adapter(folder, found.expected, family.name)
         int8 = found.int8.kinds if found.int8 else found.expected.int8_modules(config.int8_layers())
-        self._int8_modules = sorted(int8)
+        self._int8_modules, self.has_int8 = sorted(int8), bool(int8)
         if found.int8 is not None:
             _check_stored_int8(config, found)
         model = checkpoint.with_dtype(found.config, config.dtype)
-        doubts = find_device(config.device).check_model(config, model, path, has_int8=bool(int8))
+        doubts = find_device(config.device).check_model(config, model, path, has_int8=self.has_int8)
         _warn((*found.doubts, *doubts))
 
     @property

@@ -46,6 +46,8 @@ class Prepared:
     """Tokens that a rank computes in a step, at most."""
     graph_plan: GraphPlan | None
     """None in eager mode."""
+    attention_layout: str
+    """That computes rightly on this rank."""
 
 
 def model_path(config: EngineConfig) -> Path:
@@ -60,8 +62,8 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
         CheckpointError, ConfigError, ModelError, TokenizerError, ParameterError: the model cannot be served with this
             configuration.
         UnsupportedStackError: the software of the device is missing or too old.
-        WrongKernelError: an NPU does not compute attention rightly.
-        GraphError: the graph mode has no room for so many graphs.
+        WrongKernelError: an NPU does not compute rightly.
+        GraphError: the graph mode has no room for so many graphs, or an NPU hangs.
         OSError: a file cannot be read.
     """
     _check_profile_dir(config)
@@ -81,7 +83,8 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     max_num_batched_tokens = config.batched_tokens(max_model_len)
     is_causal = model_source.properties.is_causal
     stated = with_dtype(model, config.dtype)
-    ops, layout = device.checked_ops(ops, config, stated, max_model_len, is_causal=is_causal)
+    has_int8 = model_source.has_int8
+    ops, layout = device.checked_ops(ops, config, stated, max_model_len, is_causal=is_causal, has_int8=has_int8)
     config = replace(config, attention_layout=layout)
     device.check_memory(model_source.weight_bytes(config.tensor_parallel_size), config.world_size)
     graph_plan = None
@@ -90,7 +93,15 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
         properties = model_source.properties
         graph_plan = plan_graphs(config, identity, properties, max_model_len, max_num_batched_tokens, ops.max_queries)
     return Prepared(
-        model_source, ops, tokenizer, num_token_ids, eos_token_ids, max_model_len, max_num_batched_tokens, graph_plan
+        model_source,
+        ops,
+        tokenizer,
+        num_token_ids,
+        eos_token_ids,
+        max_model_len,
+        max_num_batched_tokens,
+        graph_plan,
+        layout,
     )
 
 

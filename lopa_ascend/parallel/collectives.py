@@ -71,14 +71,15 @@ class Group:
     explain: Callable[[], str | None] = lambda: None
     """Says which rank made a collective fail; None if that is not known. For the message of RankError."""
 
-    def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
-        """The sum of x over all ranks. It replaces x in place, except in a compiled graph, where it is a new tensor."""
+    def all_reduce(self, x: Tensor, purpose: str, *, in_graph: bool = False) -> Tensor:
+        """The sum of x over all ranks. It replaces x in place, except in a compiled graph, or as there (``in_graph``),
+        where it is a new tensor."""
         if self.size == 1:
             return x
         assert self.process_group is not None
-        if torch.compiler.is_compiling():
+        if in_graph or torch.compiler.is_compiling():
             summed: Tensor = functional.all_reduce(x, "sum", self.process_group)
-            return summed
+            return functional.wait_tensor(summed) if in_graph else summed
         with self._counted(x, purpose):
             dist.all_reduce(x, group=self.process_group)
         return x
@@ -91,14 +92,15 @@ class Group:
                 dist.all_reduce(x, dist.ReduceOp.MIN, group=self.process_group)
         return int(x)
 
-    def all_gather(self, x: Tensor, purpose: str) -> Tensor:
-        """The x of all ranks by rank, [size, *x.shape]; x has the same shape on each."""
+    def all_gather(self, x: Tensor, purpose: str, *, in_graph: bool = False) -> Tensor:
+        """The x of all ranks by rank, [size, *x.shape]; x has the same shape on each. in_graph: see ``all_reduce``."""
         if self.size == 1:
             return x[None]
         assert self.process_group is not None
         x = x.contiguous()
-        if torch.compiler.is_compiling():
-            return functional.all_gather_tensor(x[None], 0, self.process_group)
+        if in_graph or torch.compiler.is_compiling():
+            gathered: Tensor = functional.all_gather_tensor(x[None], 0, self.process_group)
+            return functional.wait_tensor(gathered) if in_graph else gathered
         out = x.new_empty((self.size, *x.shape))
         with self._counted(x, purpose):
             dist.all_gather(list(out.unbind()), x, group=self.process_group)
