@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from lopa_ascend.graph.step import DecodeStep
 from lopa_ascend.graph.tensors import Caches, flatten, input_size, make_constants, view_inputs, view_output
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.probe import Probe
-from lopa_ascend.score.greedy import GreedyScore
+from lopa_ascend.score.greedy import GreedyScore, Scored
 
 
 @dataclass(frozen=True)
@@ -86,19 +87,23 @@ class Launcher:
         """
         compiler, name = self._graphs.compiler, self.bucket.name
         if check is not None:  # first, while little memory is taken
-            expected = check.expected(name, self._hidden, self._write_random(check))
+            expected = check.expected(name, self.hidden, self.write_random(check))
         few = self._write([], [])
         most = [self.bucket.pages * PAGE_SIZE] * len(few)
         with self._step.bp.ledger.paused():  # a rank's groups share one
             run = self._run = compiler.compile(self._step, name, self._tensors, few)
         compiler.try_out(run, name, (few, most))
         if check is not None:
-            lengths = self._write_random(check)
-            check.compare(
-                name, lambda: self._predicted(compiler.launch(run, name, lengths)), expected, self.bucket.block_length
-            )
+            self.compare(check, expected)
 
-    def _write_random(self, check: StepCheck) -> list[int]:
+    def compare(self, check: StepCheck, expected: Scored) -> None:
+        """Compares the graph with what the step predicts, op by op, for the same inputs (``write_random``)."""
+        run, compiler, name = self._run, self._graphs.compiler, self.bucket.name
+        assert run is not None
+        launch = partial(compiler.launch, run, name, self.write_random(check))
+        check.compare(name, lambda: self._predicted(launch()), expected, self.bucket.block_length)
+
+    def write_random(self, check: StepCheck) -> list[int]:
         """Writes inputs of padding rows with random tokens, positions and pages; returns KV lengths."""
         bucket, num_seats = self.bucket, self._seats.num_seats
         rows = range(num_seats, num_seats + bucket.sequences)
@@ -109,7 +114,8 @@ class Launcher:
         launch, _, inputs = view_inputs(self._memory, bucket)
         return check.write(launch.new_tokens, inputs.positions, inputs.page_tables, bucket.writes, bucket.block_length)
 
-    def _hidden(self, kv_lengths: List[int]) -> Tensor:
+    def hidden(self, kv_lengths: List[int]) -> Tensor:
+        """See ``DecodeStep.hidden``."""
         with self._step.bp.ledger.paused():
             return self._step.hidden(self._tensors, kv_lengths)[1]
 
