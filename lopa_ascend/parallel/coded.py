@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lopa_ascend.parallel.collectives import Group
+from lopa_ascend.parallel.collectives import CapturedGroup, Group
 
 EXACT = 256
 """Integers up to this one are exact in every dtype of sums."""
@@ -54,18 +54,18 @@ def wrong_exchange(
     of_all = torch.stack([rows(pattern, torch.int32, COLUMNS) for pattern in own_ids])
     summed, gathered = rows(by_rank[group.rank], like.dtype, width), of_all[group.rank]
     fault: str | None = None
-    for in_graph in (False, True)[: 1 + (replayed is not None)]:
-        reduce = partial(group.all_reduce, purpose=PURPOSE, in_graph=in_graph)
-        gather = partial(group.all_gather, purpose=PURPOSE, in_graph=in_graph)
+    in_graph = CapturedGroup(group.rank, group.size, group.process_group)
+    for ranks in (group, in_graph)[: 1 + (replayed is not None)]:
+        reduce, gather = partial(ranks.all_reduce, purpose=PURPOSE), partial(ranks.all_gather, purpose=PURPOSE)
         for kind, exchange, given, expected in (("sum", reduce, summed, total), ("gather", gather, gathered, of_all)):
             with group.ledger.paused():
                 found = exchange(given.clone())  # the first launch of a kind, which may not be in a capture
-                if in_graph:
+                if ranks is in_graph:
                     assert replayed is not None
                     found = replayed(partial(exchange, given.clone()))
             count = int((found != expected).sum())
             if count and fault is None:  # the other ranks go on
-                where = ", in a captured graph" if in_graph else ""
+                where = ", in a captured graph" if ranks is in_graph else ""
                 fault = (
                     f"the {kind} over {group.size} {name} ranks is wrong in {count} of {expected.numel()} values "
                     f"({num_rows} rows, {given.dtype}{where}); this is a fault of the devices' communication or of "

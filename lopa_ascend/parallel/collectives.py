@@ -19,6 +19,7 @@ from torch.distributed import _functional_collectives as functional
 
 from lopa_ascend.types import Traffic
 
+captured = torch.ops._c10d_functional
 MAX_REASON = 500
 """Characters of the communication library's own error that messages show."""
 
@@ -71,15 +72,14 @@ class Group:
     explain: Callable[[], str | None] = lambda: None
     """Says which rank made a collective fail; None if that is not known. For the message of RankError."""
 
-    def all_reduce(self, x: Tensor, purpose: str, *, in_graph: bool = False) -> Tensor:
-        """The sum of x over all ranks. It replaces x in place, except in a compiled graph, or as there (``in_graph``),
-        where it is a new tensor."""
+    def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
+        """The sum of x over all ranks. It replaces x in place, except in a compiled graph, where it is a new tensor."""
         if self.size == 1:
             return x
         assert self.process_group is not None
-        if in_graph or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             summed: Tensor = functional.all_reduce(x, "sum", self.process_group)
-            return functional.wait_tensor(summed) if in_graph else summed
+            return summed
         with self._counted(x, purpose):
             dist.all_reduce(x, group=self.process_group)
         return x
@@ -92,15 +92,14 @@ class Group:
                 dist.all_reduce(x, dist.ReduceOp.MIN, group=self.process_group)
         return int(x)
 
-    def all_gather(self, x: Tensor, purpose: str, *, in_graph: bool = False) -> Tensor:
-        """The x of all ranks by rank, [size, *x.shape]; x has the same shape on each. in_graph: see ``all_reduce``."""
+    def all_gather(self, x: Tensor, purpose: str) -> Tensor:
+        """The x of all ranks by rank, [size, *x.shape]; x has the same shape on each."""
         if self.size == 1:
             return x[None]
         assert self.process_group is not None
         x = x.contiguous()
-        if in_graph or torch.compiler.is_compiling():
-            gathered: Tensor = functional.all_gather_tensor(x[None], 0, self.process_group)
-            return functional.wait_tensor(gathered) if in_graph else gathered
+        if torch.compiler.is_compiling():
+            return functional.all_gather_tensor(x[None], 0, self.process_group)
         out = x.new_empty((self.size, *x.shape))
         with self._counted(x, purpose):
             dist.all_gather(list(out.unbind()), x, group=self.process_group)
@@ -123,6 +122,28 @@ class Group:
             reason = " ".join(str(error).split())[:MAX_REASON]
             why = self.explain() or f"a rank does not answer ({reason})"
             raise RankError(f"the ranks' exchange of {purpose} failed: {why}") from error
+
+
+class CapturedGroup(Group):
+    """A group that makes the collectives of a captured step, as torch.compile and our graph passes leave them."""
+
+    def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
+        if self.size == 1:
+            return x
+        summed: Tensor = captured.wait_tensor(captured.all_reduce_(x, "sum", self._name))
+        return summed
+
+    def all_gather(self, x: Tensor, purpose: str) -> Tensor:
+        if self.size == 1:
+            return x[None]
+        gathered = captured.all_gather_into_tensor(x[None].contiguous(), self.size, self._name)
+        joined: Tensor = captured.wait_tensor(gathered)
+        return joined
+
+    @property
+    def _name(self) -> str:
+        assert self.process_group is not None
+        return str(self.process_group.group_name)
 
 
 ALONE = Group()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.backend.cpu import definition
-from lopa_ascend.backend.interface import Experts
+from lopa_ascend.backend.interface import Experts, Ops
 from lopa_ascend.backend.npu.gate import TOLERANCE, WrongKernelError, error_share, this_die, wait_for_replay
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.config import ExpertsConfig
@@ -220,12 +220,17 @@ def experts_trial(ops: NpuOps, random: Random, sizes: ExpertsConfig, hidden: int
     """
     experts = random_experts(random, sizes, hidden)
     x = ranked_rows(random, experts, tokens)
-    names = ("router", "bias", "gate_up", "down")
-    moved = replace(experts, **{name: getattr(experts, name).to(ops.device) for name in names})
-    stored = replace(moved, gate_up=ops.stored_experts(moved.gate_up), down=ops.stored_experts(moved.down))
+    given = stored(experts, ops)
     return Trial(
-        f"experts of {tokens} tokens", lambda: ops.moe(x.to(ops.device), stored), lambda: definition.moe(x, experts)
+        f"experts of {tokens} tokens", lambda: ops.moe(x.to(ops.device), given), lambda: definition.moe(x, experts)
     )
+
+
+def stored(experts: Experts, ops: Ops) -> Experts:
+    """Experts of the CPU as a device takes them."""
+    router, bias = experts.router.to(ops.device), experts.bias.to(ops.device)
+    gate_up, down = (ops.stored_experts(weight.to(ops.device)) for weight in (experts.gate_up, experts.down))
+    return replace(experts, router=router, bias=bias, gate_up=gate_up, down=down)
 
 
 def random_experts(random: Random, sizes: ExpertsConfig, hidden: int) -> Experts:
