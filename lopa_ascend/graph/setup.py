@@ -188,9 +188,8 @@ def build_executor(
         ahead=not plan.shape.full_attention,
     )
     executor = GraphExecutor(model, pool, graphs, bp)
-    check = StepCheck(plan.compiler, model, pool, num_token_ids)
+    check = _check(plan, model, pool, num_token_ids)
     executor.warm_up(_announced(plan, list(executor.launchers.values()), model), check)
-    check.report()
     return executor
 
 
@@ -201,10 +200,15 @@ def build_forwards(plan: GraphPlan, model: Model, pool: KVPool, num_token_ids: i
         GraphError: the device has no room for so many graphs, or computes something else in one.
     """
     forwards = Forwards(plan.forwards, plan.compiler, model, pool, bp.size)
-    check = StepCheck(plan.compiler, model, pool, num_token_ids)
+    check = _check(plan, model, pool, num_token_ids)
     forwards.warm_up(_announced(plan, list(forwards.launchers.values()), model), check)
-    check.report()
     return forwards
+
+
+def _check(plan: GraphPlan, model: Model, pool: KVPool, num_token_ids: int) -> StepCheck | None:
+    """What compares graphs with their steps; None where steps run op by op themselves."""
+    is_compiled = plan.compiler.mode != "eager"
+    return StepCheck(plan.compiler, model, pool, num_token_ids) if is_compiled else None
 
 
 def _announced(plan: GraphPlan, launchers: list[L], model: Model) -> Iterable[L]:
