@@ -45,8 +45,9 @@ class Compiler(ABC):
     """Buckets that were compiled."""
     num_loaded: int
     """Buckets that were found in the persistent cache instead."""
-    num_captures: int
-    """Buckets whose launches were captured as a graph of the device."""
+    captured: list[str]
+    """Names of the buckets whose launches were captured as a graph of the device, in this order. Ranks replay graphs
+    with collectives of the same captures alone."""
     num_refused: int
     """Buckets that were asked for after ``freeze``."""
     memory: int
@@ -59,7 +60,7 @@ class Compiler(ABC):
         """Whether a fact holds on every rank. Waits until all ranks have called it."""
         self.num_compilations = 0
         self.num_loaded = 0
-        self.num_captures = 0
+        self.captured = []
         self.num_refused = 0
         self.memory = 0
         self.replay_milliseconds = {}
@@ -122,6 +123,22 @@ class Compiler(ABC):
         Raises:
             GraphError: a launch does not end.
         """
+
+    def launch(self, run: Run, name: str, kv_lengths: Sequence[int]) -> Tensor:
+        """Launches a step, compiled or op by op, and waits for it where it may hang.
+
+        Args:
+            name: of what is launched, for messages.
+
+        Raises:
+            GraphError: it does not end.
+        """
+        return run(kv_lengths)
+
+    def replayed(self, launch: Callable[[], Tensor]) -> Tensor:
+        """What ``launch`` computes, from the replay of a graph if this mode captures any. Its kernels must have been
+        launched before."""
+        return launch()
 
     def freeze(self) -> None:
         """Makes every further ``compile`` an error."""

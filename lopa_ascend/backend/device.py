@@ -147,18 +147,20 @@ class Device(ABC):
             raise ParameterError(param, f"{message}; {remedy}")
 
     def checked_ops(
-        self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool
+        self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool, has_int8: bool
     ) -> tuple[Ops, str]:
-        """The ops of an attention layout that computes rightly, and the layout.
+        """The ops of an attention layout that computes rightly, and the layout. The other kernels were tried too.
 
         Args:
             ops: of ``load_ops``.
             model: with the dtype of queries and keys.
             max_keys: positions of the longest sequence.
             is_causal: whether the model is causal.
+            has_int8: whether linear layers are int8.
 
         Raises:
-            WrongKernelError: no layout does; names the kernel, its shape and its error.
+            WrongKernelError: a kernel is wrong, attention in every layout; names it, its shape and its error.
+            GraphError: a kernel hangs.
         """
         return ops, config.attention_layout
 

@@ -35,6 +35,7 @@ from lopa_ascend.hub import model_name
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.kv.prefix_cache import BlockPrefixCache, PrefixCache
 from lopa_ascend.model.base import Model, settle
+from lopa_ascend.parallel.coded import ExchangeError, wrong_exchange
 from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import EagerExecutor
@@ -100,6 +101,7 @@ class Engine:
         pool, page_bytes = self._make_pool(model, prepared)
         self.kv_cache_memory = pool.num_pages * page_bytes
         self.limits = request_limits(config, prepared, self.model_config, pool.num_pages)
+        self._check_exchanges(model, prepared)
         self.runner = self._make_runner(model, pool, prepared)
         self._profiles = Profiles(config, self.mesh, self.runner)
         cache = BlockPrefixCache if model.properties.has_blocks else PrefixCache
@@ -124,9 +126,9 @@ class Engine:
         shared = replace(
             config, model=None, lora=None, threads=None, graph_cache=None, profile_dir=None, check_answers=None
         )
-        self.mesh.check_agreement(
-            0, {"its configuration": shared, "its model": self.model_config, "its limits": self.limits}
-        )
+        captured = prepared.graph_plan and prepared.graph_plan.compiler.captured
+        facts = {"its model": self.model_config, "its limits": self.limits, "the order of its graphs": captured}
+        self.mesh.check_agreement(0, {"its configuration": shared, **facts})
         self.seed = self._choose_seed()
         self._seeds = random.Random(self.seed)
         self.ranks = self._report(model, page_bytes)
@@ -143,6 +145,13 @@ class Engine:
             refusal = error
         self.mesh.raise_together(refusal)
         assert prepared is not None
+        layouts = self.mesh.all_gather_text("attention layout", prepared.attention_layout)
+        if others := [rank for rank, layout in enumerate(layouts) if layout != self.config.attention_layout]:
+            if len(others) < self.mesh.size:
+                dies = ", ".join(map(self.mesh.describe_rank, others))
+                message = f"{self.config.attention_layout} is wrong on {dies} alone, so these dies may be broken"
+                advice = f"see their warnings and leave them out, or choose {layouts[others[0]]} for all ranks"
+                raise ParameterError("attention_layout", f"{message}; {advice}")
         return prepared
 
     def _share(self, answers: tuple[Answer, ...]) -> tuple[Answer, ...]:
@@ -169,6 +178,20 @@ class Engine:
             size = format_size((num_pages + num_padding_pages) * page_bytes)
             raise ParameterError("kv_cache_memory", f"{size} cannot be allocated; choose less") from error
 
+    def _check_exchanges(self, model: Model, prepared: Prepared) -> None:
+        """Refuses groups of ranks whose exchanges give something else than they must, alone or in a captured graph, at
+        the sizes of the smallest and of the largest step. If one of them does, all ranks raise."""
+        plan, width = prepared.graph_plan, model.config.hidden_size
+        declared = [bucket.tokens for bucket in plan.declared] if plan else []
+        sizes = sorted({min(declared, default=1), max(declared, default=prepared.max_num_batched_tokens)})
+        replayed = plan.compiler.replayed if plan else None
+        groups = (("tensor parallel", self.mesh.tp), ("branch parallel", self.mesh.bp))
+        found = [
+            wrong_exchange(group, name, size, model.head, width, replayed) for name, group in groups for size in sizes
+        ]
+        fault = next(filter(None, found), None)
+        self.mesh.raise_together(None if fault is None else ExchangeError(fault))
+
     def _make_runner(self, model: Model, pool: KVPool, prepared: Prepared) -> Runner:
         bp, plan = self.mesh.bp, prepared.graph_plan
         graphs = forwards = None
@@ -176,7 +199,7 @@ class Engine:
             world = self.mesh.world
             plan.compiler.on_every_rank = lambda fact: bool(world.minimum(int(fact), "start"))
             if plan.forwards:
-                forwards = build_forwards(plan, model, pool, bp)
+                forwards = build_forwards(plan, model, pool, prepared.num_token_ids, bp)
             else:
                 graphs = build_executor(self.config, plan, model, pool, prepared.num_token_ids, bp)
         return Runner(EagerExecutor(model, pool, prepared.ops, bp, forwards), self.limits, graphs)

@@ -32,6 +32,8 @@ class ModelSource(ABC):
     config: ModelConfig
     """The configuration of the whole model, not of one rank's part."""
     properties: ModelProperties
+    has_int8 = False
+    """Whether linear layers are int8, stored or quantised."""
 
     @property
     @abstractmethod
@@ -122,7 +124,8 @@ class SplitSource(ModelSource):
             device.check_int4("quantization", repr(config.quantization))
         found.expected.check_groups(layers, config.tensor_parallel_size, found.config.tensor_parallel_sizes())
         model = checkpoint.with_dtype(found.config, config.dtype)
-        doubts = device.check_model(config, model, path, has_int8=bool(layers.modules))
+        self.has_int8 = bool(layers.modules)
+        doubts = device.check_model(config, model, path, has_int8=self.has_int8)
         _warn((*found.doubts, *doubts))
 
     @property

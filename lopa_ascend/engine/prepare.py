@@ -49,6 +49,8 @@ class Prepared:
     """None in eager mode."""
     answers: tuple[Answer, ...]
     """On rank 0 those of the configured file."""
+    attention_layout: str
+    """That computes rightly on this rank."""
 
 
 def model_path(config: EngineConfig) -> Path:
@@ -63,8 +65,8 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
         CheckpointError, ConfigError, ModelError, TokenizerError, ParameterError: the model cannot be served with this
             configuration.
         UnsupportedStackError: the software of the device is missing or too old.
-        WrongKernelError: an NPU does not compute attention rightly.
-        GraphError: the graph mode has no room for so many graphs.
+        WrongKernelError: an NPU does not compute rightly.
+        GraphError: the graph mode has no room for so many graphs, or an NPU hangs.
         OSError: a file cannot be read.
     """
     _check_profile_dir(config)
@@ -85,7 +87,8 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     max_num_batched_tokens = config.batched_tokens(max_model_len)
     is_causal = model_source.properties.is_causal
     stated = with_dtype(model, config.dtype)
-    ops, layout = device.checked_ops(ops, config, stated, max_model_len, is_causal=is_causal)
+    has_int8 = model_source.has_int8
+    ops, layout = device.checked_ops(ops, config, stated, max_model_len, is_causal=is_causal, has_int8=has_int8)
     config = replace(config, attention_layout=layout)
     device.check_memory(model_source.weight_bytes(config.tensor_parallel_size), config.world_size)
     graph_plan = None
@@ -103,6 +106,7 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
         max_num_batched_tokens,
         graph_plan,
         answers,
+        layout,
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.core import Result, Sequence, Step
 from lopa_ascend.graph.buckets import Bucket
+from lopa_ascend.graph.check import StepCheck
 from lopa_ascend.graph.launcher import Graphs, InputMemory, Launcher
 from lopa_ascend.graph.seats import Seats
 from lopa_ascend.graph.step import DecodeStep
@@ -85,10 +86,11 @@ class GraphExecutor:
         self._eager_steps: Counter[str] = Counter()
 
     @torch.inference_mode()
-    def warm_up(self, launchers: Iterable[Launcher]) -> None:
-        """Compiles the buckets of some launchers. After that no bucket can be compiled any more."""
+    def warm_up(self, launchers: Iterable[Launcher], check: StepCheck | None = None) -> None:
+        """Compiles the buckets of some launchers, which ``check`` compares. After that no bucket can be compiled any
+        more."""
         for launcher in launchers:
-            launcher.compile()
+            launcher.compile(check)
         self.graphs.compiler.freeze()
 
     def stats(self) -> GraphStats:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from lopa_ascend.backend.interface import Entries
 from lopa_ascend.config import divided_length
 from lopa_ascend.core import Sequence as Running
 from lopa_ascend.graph.buckets import ladder
+from lopa_ascend.graph.check import StepCheck
 from lopa_ascend.graph.spec import int32, num_elements, specs, views
 from lopa_ascend.kv.pages import PAGE_SIZE, slots_for
 from lopa_ascend.kv.pool import KVPool
@@ -133,13 +135,35 @@ class PassLauncher:
         self._groups, self._causal = (0,) * bucket.all_entries, (bucket.is_causal,) * bucket.all_entries
         self._run: Run | None = None
 
-    def compile(self, compiler: Compiler) -> None:
-        """Compiles the pass and tries it out, with few keys and with the most."""
+    def compile(self, compiler: Compiler, check: StepCheck | None = None) -> None:
+        """Compiles the pass and tries it out, with few keys and with the most. Then ``check`` compares it.
+
+        Raises:
+            GraphError: see ``Compiler.compile`` and ``StepCheck.compare``.
+        """
+        name = self.bucket.name
+        if check is not None:
+            expected = check.expected(name, self._hidden, self._write_random(check))
         few = self._write(None)
         most = [self.bucket.pages * PAGE_SIZE] * len(few)
         with self._model.tp.ledger.paused():
-            self._run = compiler.compile(self._step, self.bucket.name, self._tensors, few)
-        compiler.try_out(self._run, self.bucket.name, (few, most))
+            run = self._run = compiler.compile(self._step, name, self._tensors, few)
+        compiler.try_out(run, name, (few, most))
+        if check is not None:
+            lengths = self._write_random(check)
+            launch = partial(compiler.launch, run, name, lengths)
+            check.compare(name, lambda: check.scored(launch())[:2], expected, self.bucket.length)
+
+    def _write_random(self, check: StepCheck) -> list[int]:
+        """Writes random inputs; returns the KV length of each entry."""
+        self._write(None)
+        bucket, given = self.bucket, self._views(self._memory)
+        given.source.copy_(torch.arange(bucket.writes) % bucket.tokens)
+        return check.write(given.tokens, given.positions, given.page_tables, bucket.writes, bucket.length)
+
+    def _hidden(self, kv_lengths: Sequence[int]) -> Tensor:
+        with self._model.tp.ledger.paused():
+            return self._step(self._tensors, kv_lengths)
 
     def launch(self, inputs: ForwardInputs) -> Tensor:
         """Final hidden states of all tokens; valid until the next launch.
@@ -216,10 +240,11 @@ class Forwards:
         self._eager_steps: Counter[str] = Counter()
 
     @torch.inference_mode()
-    def warm_up(self, launchers: Iterable[PassLauncher]) -> None:
-        """Compiles the buckets of some launchers. After that no bucket can be compiled any more."""
+    def warm_up(self, launchers: Iterable[PassLauncher], check: StepCheck | None = None) -> None:
+        """Compiles the buckets of some launchers, which ``check`` compares. After that no bucket can be compiled any
+        more."""
         for launcher in launchers:
-            launcher.compile(self._compiler)
+            launcher.compile(self._compiler, check)
         self._compiler.freeze()
 
     def stats(self) -> GraphStats:

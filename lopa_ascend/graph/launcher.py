@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from collections.abc import Sequence as List
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,14 +15,15 @@ from lopa_ascend.backend.compiler import Compiler, Run
 from lopa_ascend.config import GraphParams
 from lopa_ascend.core import Sequence
 from lopa_ascend.graph.buckets import Bucket, Buckets
+from lopa_ascend.graph.check import StepCheck
 from lopa_ascend.graph.inputs import HostView, write_inputs
 from lopa_ascend.graph.policy import Constants
 from lopa_ascend.graph.seats import Seats
 from lopa_ascend.graph.step import DecodeStep
-from lopa_ascend.graph.tensors import Caches, flatten, input_size, make_constants, view_inputs
+from lopa_ascend.graph.tensors import Caches, flatten, input_size, make_constants, view_inputs, view_output
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.probe import Probe
-from lopa_ascend.score.greedy import GreedyScore
+from lopa_ascend.score.greedy import GreedyScore, Scored
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,51 @@ class Launcher:
         self._traffic = [] if graphs.compiler.mode == "eager" else step.traffic()
         self._run: Run | None = None
 
-    def compile(self) -> None:
+    def compile(self, check: StepCheck | None = None) -> None:
         """Compiles the step and tries it out, with few keys and with the most. That launches it, with padding rows
-        only."""
-        few, compiler = self._write([], []), self._graphs.compiler
+        only. Then ``check`` compares it.
+
+        Raises:
+            GraphError: see ``Compiler.compile`` and ``StepCheck.compare``.
+        """
+        compiler, name = self._graphs.compiler, self.bucket.name
+        if check is not None:  # first, while little memory is taken
+            expected = check.expected(name, self.hidden, self.write_random(check))
+        few = self._write([], [])
         most = [self.bucket.pages * PAGE_SIZE] * len(few)
         with self._step.bp.ledger.paused():  # a rank's groups share one
-            self._run = compiler.compile(self._step, self.bucket.name, self._tensors, few)
-        compiler.try_out(self._run, self.bucket.name, (few, most))
+            run = self._run = compiler.compile(self._step, name, self._tensors, few)
+        compiler.try_out(run, name, (few, most))
+        if check is not None:
+            self.compare(check, expected)
+
+    def compare(self, check: StepCheck, expected: Scored) -> None:
+        """Compares the graph with what the step predicts, op by op, for the same inputs (``write_random``)."""
+        run, compiler, name = self._run, self._graphs.compiler, self.bucket.name
+        assert run is not None
+        launch = partial(compiler.launch, run, name, self.write_random(check))
+        check.compare(name, lambda: self._predicted(launch()), expected, self.bucket.block_length)
+
+    def write_random(self, check: StepCheck) -> list[int]:
+        """Writes inputs of padding rows with random tokens, positions and pages; returns KV lengths."""
+        bucket, num_seats = self.bucket, self._seats.num_seats
+        rows = range(num_seats, num_seats + bucket.sequences)
+        views = [HostView(row, block_size=bucket.block_length, num_positions=bucket.cells) for row in rows]
+        self._write_anew(views, (), ())
+        self._shared.key = None
+        self._seats.storage.hidden.zero_()
+        launch, _, inputs = view_inputs(self._memory, bucket)
+        return check.write(launch.new_tokens, inputs.positions, inputs.page_tables, bucket.writes, bucket.block_length)
+
+    def hidden(self, kv_lengths: List[int]) -> Tensor:
+        """See ``DecodeStep.hidden``."""
+        with self._step.bp.ledger.paused():
+            return self._step.hidden(self._tensors, kv_lengths)[1]
+
+    def _predicted(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens and the probabilities of this rank's rows, on the host."""
+        found, bp = view_output(output.cpu(), self.bucket, self._step.score.num_columns), self._step.bp
+        return found.ids[:, bp.rank :: bp.size], found.max_probs[:, bp.rank :: bp.size]
 
     def launch(self, sequences: list[Sequence], views: list[HostView], probe: Probe) -> Callable[[], Tensor]:
         """Starts one step of some sequences.

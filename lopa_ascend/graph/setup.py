@@ -13,6 +13,7 @@ import torch
 from lopa_ascend.backend.compiler import Compiler
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.graph.buckets import Bucket, Buckets, declare
+from lopa_ascend.graph.check import StepCheck
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.graph.executor import GraphExecutor
 from lopa_ascend.graph.forwards import Forwards, PassKind, PassShape, declare_rows
@@ -172,7 +173,7 @@ def build_executor(
         num_token_ids: token ids from this one on do not exist.
 
     Raises:
-        GraphError: the device has no room for so many graphs.
+        GraphError: the device has no room for so many graphs, or computes something else in one.
     """
     own_ids = range(model.first_token_id, model.first_token_id + model.local_vocab_size)
     mask = model.config.mask_token_id
@@ -187,19 +188,27 @@ def build_executor(
         ahead=not plan.shape.full_attention,
     )
     executor = GraphExecutor(model, pool, graphs, bp)
-    executor.warm_up(_announced(plan, list(executor.launchers.values()), model))
+    check = _check(plan, model, pool, num_token_ids)
+    executor.warm_up(_announced(plan, list(executor.launchers.values()), model), check)
     return executor
 
 
-def build_forwards(plan: GraphPlan, model: Model, pool: KVPool, bp: Group) -> Forwards:
-    """Compiles the planned forward passes, with a progress bar.
+def build_forwards(plan: GraphPlan, model: Model, pool: KVPool, num_token_ids: int, bp: Group) -> Forwards:
+    """Compiles the planned forward passes, with a progress bar; see ``build_executor``.
 
     Raises:
-        GraphError: the device has no room for so many graphs.
+        GraphError: the device has no room for so many graphs, or computes something else in one.
     """
     forwards = Forwards(plan.forwards, plan.compiler, model, pool, bp.size)
-    forwards.warm_up(_announced(plan, list(forwards.launchers.values()), model))
+    check = _check(plan, model, pool, num_token_ids)
+    forwards.warm_up(_announced(plan, list(forwards.launchers.values()), model), check)
     return forwards
+
+
+def _check(plan: GraphPlan, model: Model, pool: KVPool, num_token_ids: int) -> StepCheck | None:
+    """What compares graphs with their steps; None where steps run op by op themselves."""
+    is_compiled = plan.compiler.mode != "eager"
+    return StepCheck(plan.compiler, model, pool, num_token_ids) if is_compiled else None
 
 
 def _announced(plan: GraphPlan, launchers: list[L], model: Model) -> Iterable[L]:

@@ -54,8 +54,22 @@ class DecodeStep:
         Returns:
             A ``StepOutput`` as int32, one tensor after the other; see ``tensors.view_output``.
         """
-        (launch, params, inputs), constants, storage, (k_caches, v_caches) = unflatten(tensors)
+        (launch, params, inputs), constants, storage, _ = unflatten(tensors)
         ops = self.model.ops
+        rows, hidden = self.hidden(tensors, kv_lengths)
+        scored = self.score(self.model.logits(hidden))
+        predicted, bits = self._gather([column.view(self._scored_shape) for column in scored[: self.score.num_columns]])
+        after, winner = policy.advance(rows, predicted, launch, params, constants, self._branch_acceptance)
+        ops.put_rows(storage.states, launch.seats, policy.pack_state(after, self._max_cells))
+        if self.bucket.full_attention:
+            saved = storage.hidden.index_select(0, self._block_ends(inputs, winner))
+            ops.put_rows(storage.hidden, inputs.save_rows.view(-1), saved)
+        return torch.cat([column.reshape(-1) for column in (winner.int(), after.tokens, *bits)])
+
+    def hidden(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int] | Tensor) -> tuple[policy.Rows, Tensor]:
+        """The part of the step before the scores: the branches, and the hidden states [T, hidden] that predict the
+        cells of those that this rank computes."""
+        (launch, params, inputs), constants, storage, (k_caches, v_caches) = unflatten(tensors)
         state = policy.unpack_state(storage.states, launch, self._max_cells)
         rows = policy.branch_rows(state, launch, params, constants)
         tokens, slot_mapping = policy.rows_of_group(
@@ -68,15 +82,8 @@ class DecodeStep:
         )
         forward = self._forward_inputs(inputs, tokens, slot_mapping, kv_lengths)
         hidden = self.model.forward(forward, k_caches, v_caches)
-        ops.put_rows(storage.hidden, inputs.hidden_rows, hidden)
-        scored = self.score(self.model.logits(storage.hidden.index_select(0, inputs.predicted_by)))
-        predicted, bits = self._gather([column.view(self._scored_shape) for column in scored[: self.score.num_columns]])
-        after, winner = policy.advance(rows, predicted, launch, params, constants, self._branch_acceptance)
-        ops.put_rows(storage.states, launch.seats, policy.pack_state(after, self._max_cells))
-        if self.bucket.full_attention:
-            saved = storage.hidden.index_select(0, self._block_ends(inputs, winner))
-            ops.put_rows(storage.hidden, inputs.save_rows.view(-1), saved)
-        return torch.cat([column.reshape(-1) for column in (winner.int(), after.tokens, *bits)])
+        self.model.ops.put_rows(storage.hidden, inputs.hidden_rows, hidden)
+        return rows, storage.hidden.index_select(0, inputs.predicted_by)
 
     def _forward_inputs(
         self, inputs: ModelInputs, tokens: Tensor, slot_mapping: Tensor, kv_lengths: Sequence[int] | Tensor

@@ -19,6 +19,7 @@ from torch.distributed import _functional_collectives as functional
 
 from lopa_ascend.types import Traffic
 
+captured = torch.ops._c10d_functional
 MAX_REASON = 500
 """Characters of the communication library's own error that messages show."""
 
@@ -121,6 +122,28 @@ class Group:
             reason = " ".join(str(error).split())[:MAX_REASON]
             why = self.explain() or f"a rank does not answer ({reason})"
             raise RankError(f"the ranks' exchange of {purpose} failed: {why}") from error
+
+
+class CapturedGroup(Group):
+    """A group that makes the collectives of a captured step, as torch.compile and our graph passes leave them."""
+
+    def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
+        if self.size == 1:
+            return x
+        summed: Tensor = captured.wait_tensor(captured.all_reduce_(x, "sum", self._name))
+        return summed
+
+    def all_gather(self, x: Tensor, purpose: str) -> Tensor:
+        if self.size == 1:
+            return x[None]
+        gathered = captured.all_gather_into_tensor(x[None].contiguous(), self.size, self._name)
+        joined: Tensor = captured.wait_tensor(gathered)
+        return joined
+
+    @property
+    def _name(self) -> str:
+        assert self.process_group is not None
+        return str(self.process_group.group_name)
 
 
 ALONE = Group()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
-from lopa_ascend.parallel.collectives import Group
+from lopa_ascend.parallel.collectives import CapturedGroup, Group
 from lopa_ascend.score.greedy import GreedyScore
 from lopa_ascend.score.prediction import float_bits
 from scripts.selftest.captures import Captures, Step
@@ -43,28 +43,6 @@ NUM_GRAPHS = 15
 REPLAYS = 3
 """Of each of these graphs."""
 functional = torch.ops._c10d_functional
-
-
-class CapturedGroup(Group):
-    """A group that makes the collectives of a captured step, as torch.compile and our graph passes leave them."""
-
-    def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
-        if self.size == 1:
-            return x
-        summed: Tensor = functional.wait_tensor(functional.all_reduce_(x, "sum", self._name))
-        return summed
-
-    def all_gather(self, x: Tensor, purpose: str) -> Tensor:
-        if self.size == 1:
-            return x[None]
-        gathered = functional.all_gather_into_tensor(x[None].contiguous(), self.size, self._name)
-        joined: Tensor = functional.wait_tensor(gathered)
-        return joined
-
-    @property
-    def _name(self) -> str:
-        assert self.process_group is not None
-        return str(self.process_group.group_name)
 
 
 @dataclass(frozen=True)

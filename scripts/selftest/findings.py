@@ -30,6 +30,7 @@ from scripts.selftest.cases import (
     linear_cases,
     write_cases,
 )
+from scripts.selftest.expert_cases import EXPERTS, expert_cases
 from scripts.selftest.int8_cases import INT8, int8_cases
 from scripts.selftest.layer_cases import captured_cases
 from scripts.selftest.policy_cases import policy_cases
@@ -186,6 +187,7 @@ def examine_all(repeats: int) -> list[Finding]:
     captured_ops = by_layout[chosen_layout(findings) or FIRST_LAYOUT]
     captured = chain(captured_cases(captured_ops), captured_step_cases(captured_ops), policy_cases(captured_ops))
     findings += examine_cases(captured, f"{CAPTURED} layer, further cases", repeats)
+    findings += examine_cases(expert_cases(ops), f"{EXPERTS}: further cases", repeats)
     return findings + examine_cases(int8_cases(ops), f"{INT8}: further cases", repeats)
 
 
@@ -272,6 +274,7 @@ def options(findings: Sequence[Finding]) -> str | None:
         SPEED,
         ASKED,
         ASKED_SUMS,
+        EXPERTS,
         INT8,
         QWEN3,
         *(f"attention {layout}," for layout in ATTENTION_LAYOUTS),

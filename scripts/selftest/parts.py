@@ -10,9 +10,8 @@ from torch import Tensor
 
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
-from lopa_ascend.parallel.collectives import Group
+from lopa_ascend.parallel.collectives import CapturedGroup, Group
 from scripts.selftest.cases import BLOCK, DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, entries_of, on_device, randn
-from scripts.selftest.exchanges import CapturedGroup
 from scripts.selftest.findings import SIZES, SUMS, median_micros
 from scripts.selftest.speed import KV_LENGTHS, TP, ReplayedAttention
 

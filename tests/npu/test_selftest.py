@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_npu import npu
 
 from scripts.bench.plan.devices import load_device
-from scripts.selftest import findings, int8_cases, parts, speed, step_cases, updates
+from scripts.selftest import expert_cases, findings, int8_cases, parts, speed, step_cases, updates
 from scripts.selftest.__main__ import main
 from scripts.selftest.findings import Finding, eager_ops, examine_cases, merged, slowest
 from tests.npu.lab import attention, capture
@@ -46,10 +46,11 @@ ALL_PRODUCTS = int8_cases.PRODUCTS
 
 @pytest.fixture(autouse=True)
 def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One int8 product without bias, since the larger ones take seconds here, and a large pool of few pages, and
-    attention of one block in place of many."""
+    """One int8 product without bias and narrow experts, since larger ones take seconds here, a large pool of few pages,
+    and attention of one block in place of many."""
     name = "o of a rank of four"
     monkeypatch.setattr(int8_cases, "PRODUCTS", {name: ALL_PRODUCTS[name]})
+    monkeypatch.setattr(expert_cases, "HIDDEN", 64)
     monkeypatch.setattr(step_cases, "LARGE", 2**23)
     for module in (speed, findings):
         monkeypatch.setattr(module, "MANY", ((1, 1024),))
@@ -84,7 +85,8 @@ def test_where_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     status, verdicts, last = reported(capsys, "--json", str(file))
     assert last == "options for the server: --device npu --attention-layout TND --graph-mode npugraph_ex"
     assert status == 0
-    assert len(verdicts) == 51
+    assert len(verdicts) == 54
+    assert sum(name.startswith("experts: ") for name in verdicts) == 3
     assert sum(name.startswith("W8A8: ") for name in verdicts) == 11
     assert [name for name, verdict in verdicts.items() if verdict != "ok"] == [
         "attention, pool smaller than the entries' pages, at once"
@@ -152,7 +154,8 @@ def test_an_op_without_which_nothing_runs(capsys: pytest.CaptureFixture[str], ke
     with replaced("npu_swiglu", kernel):
         status, verdicts, last = reported(capsys)
     # SwiGLU of a single rank is quantised by a kernel of its own after it.
-    assert {name for name in verdicts if verdicts[name] == verdict} == {"swiglu", "W8A8: swiglu_quant of 37888"}
+    with_swiglu = {"swiglu", "W8A8: swiglu_quant of 37888", *(f"experts: {rows} tokens" for rows in expert_cases.ROWS)}
+    assert {name for name in verdicts if verdicts[name] == verdict} == with_swiglu
     assert last.startswith("options for the server: none")
     assert status == 1
 

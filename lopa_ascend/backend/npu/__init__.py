@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,24 +83,42 @@ class Npu(Device):
         return tuple(_doubts(config.attention_layout, model))
 
     def checked_ops(
-        self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool
+        self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool, has_int8: bool
     ) -> tuple[Ops, str]:
         import torch
 
         from lopa_ascend.backend.npu.gate import AttentionShape, right_ops
         from lopa_ascend.backend.npu.ops import NpuOps
+        from lopa_ascend.backend.npu.trials import LayerShape, check_kernels
 
         assert isinstance(ops, NpuOps)
+        ranks, experts, dtype = config.tensor_parallel_size, model.experts, getattr(torch, model.dtype)
+        heads, kv_heads = model.num_heads // ranks, model.local_kv_heads(ranks)
+        queries = min(config.graph_params.block_size, max_keys)
         shape = AttentionShape(
-            queries=min(config.graph_params.block_size, max_keys),
-            heads=model.num_heads // config.tensor_parallel_size,
-            kv_heads=model.local_kv_heads(config.tensor_parallel_size),
+            queries=queries,
+            heads=heads,
+            kv_heads=kv_heads,
             head_dim=model.head_dim,
-            dtype=getattr(torch, model.dtype),
+            dtype=dtype,
             max_keys=max_keys,
+            entries=max(1, config.batched_tokens(max_keys) // queries),
             is_causal=is_causal,
         )
         right = right_ops(ops, shape, config.graph_mode in CAPTURING_MODES)
+        layer = LayerShape(
+            hidden=model.hidden_size,
+            inner=model.intermediate_size // ranks,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=model.head_dim,
+            rotary_dim=model.rotary_dim,
+            eps=model.rms_norm_eps,
+            dtype=dtype,
+            experts=experts and replace(experts, inner=experts.inner // ranks),
+            has_int8=has_int8,
+        )
+        check_kernels(right, layer)
         return right, right.attention_layout
 
     def load_compiler(self, mode: str, key: str, directory: Path | None) -> Compiler:

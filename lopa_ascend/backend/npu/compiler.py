@@ -13,6 +13,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count, product
 from pathlib import Path
@@ -37,8 +38,8 @@ from torchair.inference._cache_compiler import CompiledModel as GeModel
 from lopa_ascend.backend.compiler import MIN_KV_LENGTH, GraphError, Run, Step, dynamic_kv_lengths
 from lopa_ascend.backend.graph_cache import CachingCompiler, GraphCache
 from lopa_ascend.backend.memory import causes
-from lopa_ascend.backend.npu.captured import CapturedRun, capturing
-from lopa_ascend.backend.npu.gate import replay_seconds
+from lopa_ascend.backend.npu.captured import CapturedRun, Graph, capturing
+from lopa_ascend.backend.npu.gate import replay_seconds, wait_for_replay
 from lopa_ascend.backend.npu.rewrites import join_in_place, multiply_in_float32, split_in_one_op, sum_in_place
 
 MAX_GRAPHS = 64
@@ -94,6 +95,11 @@ class PackageCompiler(CachingCompiler):
     def __init__(self, key: str, cache_dir: Path | None):
         super().__init__(GraphCache(cache_dir))
         self._key = f"{key}; torch {torch.__version__}, torch_npu {torch_npu.__version__}, CANN {get_cann_version()}"
+
+    def launch(self, run: Run, name: str, kv_lengths: Sequence[int]) -> Tensor:
+        output = run(kv_lengths)
+        wait_for_replay(f"bucket {name}")
+        return output
 
     def freeze(self) -> None:
         """Also waits until all ranks have all graphs."""
@@ -267,20 +273,29 @@ class NpuGraphEx(PackageCompiler):
         gc.collect()  # an unused graph that is collected during the capture would give memory back, and be counted
         npu.empty_cache()
         memory_before = npu.memory_reserved()
-        capture = capturing(pool=self._pool, stream=self._stream, auto_dispatch_capture=True)
         try:
-            with torch.no_grad(), capture as graph:
+            with torch.no_grad(), self._capturing() as graph:
                 output = run(lengths)
         except RuntimeError as error:
             if not any(OUT_OF_STREAMS in str(cause) for cause in causes(error)):
                 raise
             raise GraphError(
-                f"bucket {name}: after {self.num_captures} graphs the device has no streams for another (error "
+                f"bucket {name}: after {len(self.captured)} graphs the device has no streams for another (error "
                 f"{OUT_OF_STREAMS}); for fewer graphs, lower max_num_seqs or graph_window_blocks"
             ) from error
-        self.num_captures += 1
+        self.captured.append(name)
         self.memory += npu.memory_reserved() - memory_before
         return CapturedRun(graph, run, output, name, lengths)
+
+    def _capturing(self) -> AbstractContextManager[Graph]:
+        return capturing(pool=self._pool, stream=self._stream, auto_dispatch_capture=True)
+
+    def replayed(self, launch: Callable[[], Tensor]) -> Tensor:
+        with torch.no_grad(), self._capturing() as graph:
+            output = launch()
+        graph.replay()
+        wait_for_replay("a captured exchange of ranks")
+        return output.clone()
 
     def try_out(self, run: Run, name: str, kv_lengths: Sequence[Sequence[int]]) -> None:
         """The first bucket also decides for all whether a thread updates KV lengths."""

@@ -1,12 +1,14 @@
 """What an NPU must do before it serves: compute attention as float32 does, in the configured layout, also in a captured
-graph whose KV lengths change; and end the replays of every graph."""
+graph whose KV lengths change; and end all that is launched meanwhile. ``trials.py`` has the other kernels."""
 
 from __future__ import annotations
 
 import logging
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -24,16 +26,25 @@ KERNEL = "npu_fused_infer_attention_score"
 TOLERANCE = 0.02
 """Largest error that is right, as a share of the largest value: a few roundings of bfloat16."""
 ENTRIES = 2
+PROMPT_QUERIES, FEW_QUERIES = 300, 7
+"""Of two entries beside one of a block."""
+MAX_ENTRIES = 64
+"""Of a full step: a die has fewer cores."""
+QUERY_SCALE = 4.0
+LAST, BEHIND = 32.0, 64.0
+"""Scores of planted queries for their last key, and for the key behind it. Those of other keys are less than 20."""
 FALLBACK = "BSH"
 """The layout that is tried where the configured one is not right."""
 HANG_SECONDS = 120.0
-"""A replay that takes longer than this hangs. The first one also loads what the graph needs."""
+"""What takes longer than this hangs. A first launch also loads what it needs."""
 POLL_SECONDS = 1e-4
+MAX_SHOWN = 8
+"""KV lengths that a message shows."""
 logger = logging.getLogger(__name__)
 
 
 class WrongKernelError(ValueError):
-    """Attention on this NPU does not compute what it should."""
+    """A kernel on this NPU does not compute what it should."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,8 @@ class AttentionShape:
     dtype: torch.dtype
     max_keys: int
     """Of the longest sequence."""
+    entries: int = ENTRIES
+    """Most entries of a step."""
     is_causal: bool = False
     """Whether entries may be causal."""
 
@@ -71,11 +84,11 @@ def right_ops(ops: NpuOps, shape: AttentionShape, captures: bool) -> NpuOps:
         other = NpuOps(attention_layout=FALLBACK)
         found_there = first_fault(other, shape, captures)
         if found_there is None:
-            logger.warning("%s; attention_layout %s is right, and is taken instead", found, FALLBACK)
+            logger.warning("%s: %s; attention_layout %s is right, and is taken instead", this_die(), found, FALLBACK)
             return other
         found = f"{found}; {found_there}"
     remedy = ", or of a captured graph alone: try graph_mode eager" if captures else ""
-    raise WrongKernelError(f"{found}. This is a fault of the device or of its software{remedy}")
+    raise WrongKernelError(f"{this_die()}: {found}. This is a fault of the device or of its software{remedy}")
 
 
 def first_fault(ops: NpuOps, shape: AttentionShape, captures: bool) -> str | None:
@@ -86,7 +99,31 @@ def first_fault(ops: NpuOps, shape: AttentionShape, captures: bool) -> str | Non
     shapes = [replace(shape, is_causal=False)]
     if shape.is_causal:  # the pages of a prompt; the first one has as many queries as keys
         shapes.append(replace(shape, queries=min(PAGE_SIZE, shape.max_keys)))
-    return next(filter(None, (_fault_in(ops, each, captures) for each in shapes)), None)
+    checks = [partial(_fault_in, ops, each, captures) for each in shapes]
+    checks += [partial(_fault_of_many, ops, each) for each in shapes]
+    return next(filter(None, (check() for check in checks)), None)
+
+
+def _fault_of_many(ops: NpuOps, shape: AttentionShape) -> str | None:
+    """Of the entries of a prompt, of a block and of few queries; then of as many entries as a full step has."""
+    most, queries = shape.max_keys, shape.queries
+    prompt = tuple(min(length, most) for length in (PROMPT_QUERIES, queries, FEW_QUERIES))
+    full = (queries,) * min(shape.entries, MAX_ENTRIES)
+    near = min(most, max(queries, PAGE_SIZE) + PAGE_SIZE // 2)
+    for name, lengths, max_keys in (("a prompt", prompt, most), ("a full step", full, near)):
+        where = f"a single call of {len(lengths)}{' causal' * shape.is_causal} entries, as in {name}"
+        keys = [max(length, max_keys - 3 * index) for index, length in enumerate(lengths)]
+        try:
+            sample = Sample(ops, replace(shape, max_keys=max_keys), lengths)
+            if fault := sample.fault(sample.attend(keys), keys, where):
+                return fault
+        except RuntimeError as error:
+            return _refusal(ops, shape, where, error)
+    return None
+
+
+def _refusal(ops: NpuOps, shape: AttentionShape, where: str, error: RuntimeError) -> str:
+    return f"{KERNEL} in the layout {ops.attention_layout} ({shape}) is refused in {where}: {error}"
 
 
 def _fault_in(ops: NpuOps, shape: AttentionShape, captures: bool) -> str | None:
@@ -108,44 +145,86 @@ def _fault_in(ops: NpuOps, shape: AttentionShape, captures: bool) -> str | None:
             for in_thread, lengths in product((False, True), (*kv_lengths, kv_lengths[-1])):
                 run.in_thread = in_thread
                 where = f"a captured graph{kind}{' whose KV lengths a thread changes' * in_thread}"
+                sample.plant(lengths)
                 output = run(sample.divided(lengths))
-                wait_for_replay(f"{KERNEL} in {where}")
                 if fault := sample.fault(output, lengths, where):
                     return fault
     except RuntimeError as error:
-        return f"{KERNEL} in the layout {ops.attention_layout} ({shape}) is refused in {where}: {error}"
+        return _refusal(ops, shape, where, error)
     return None
 
 
 class Sample:
-    """Random queries of some entries, with keys and values in pages that lie in no order."""
+    """Random queries of some entries, with keys and values in pages that lie in no order.
 
-    def __init__(self, ops: NpuOps, shape: AttentionShape) -> None:
+    Of some queries of each entry the last key that they see is the strongest, and the key behind it is stronger still,
+    so a key too few or too many shows at any length.
+
+    Args:
+        lengths: queries of each entry; None for ENTRIES of ``shape.queries``.
+    """
+
+    def __init__(self, ops: NpuOps, shape: AttentionShape, lengths: Sequence[int] | None = None) -> None:
         self._ops, self._shape = ops, shape
-        random = torch.Generator().manual_seed(0)
+        self._lengths = tuple(lengths or (shape.queries,) * ENTRIES)
+        random, count = torch.Generator().manual_seed(0), len(self._lengths)
         pages = pages_for(max(shape.max_keys, PAGE_SIZE))
 
         def normal(*size: int) -> Tensor:
             return torch.randn(size, generator=random).to(shape.dtype)
 
         # Queries are large, so that few keys count: an average of all values is far off.
-        self._q = 4 * normal(ENTRIES * shape.queries, shape.heads, shape.head_dim)
-        cache = ENTRIES * pages, PAGE_SIZE, shape.kv_heads, shape.head_dim
-        self._caches = normal(*cache), normal(*cache)
-        self._tables = torch.randperm(ENTRIES * pages, generator=random).view(ENTRIES, pages).int()
-        zeros = (0,) * ENTRIES
-        lengths, causal = (shape.queries,) * ENTRIES, (shape.is_causal,) * ENTRIES
-        self._whole = Entries(lengths, zeros, self._tables, tuple(range(ENTRIES)), zeros, causal=causal)
+        self._q = QUERY_SCALE * normal(sum(self._lengths), shape.heads, shape.head_dim)
+        self._level_queries()
+        cache = count * pages, PAGE_SIZE, shape.kv_heads, shape.head_dim
+        self._random_keys, self._values = normal(*cache), normal(*cache)
+        self._keys = self._random_keys
+        self._tables = torch.randperm(count * pages, generator=random).view(count, pages).int()
+        zeros, causal = (0,) * count, (shape.is_causal,) * count
+        self._whole = Entries(self._lengths, zeros, self._tables, tuple(range(count)), zeros, causal=causal)
         entries = self._whole.divided(ops.max_queries)
         self._entries = replace(entries, page_tables=entries.page_tables.to(ops.device))
-        self._on_device = [x.to(ops.device) for x in (self._q, *self._caches)]
+        self._on_device = [x.to(ops.device) for x in (self._q, self._random_keys, self._values)]
+
+    def _level_queries(self) -> None:
+        """Makes the heads of a planted query that share a KV head equal, and such queries of an entry, unless they see
+        other keys."""
+        grouped = self._q.view(len(self._q), self._shape.kv_heads, -1, self._shape.head_dim)
+        for q in grouped.split(self._lengths):
+            for query in self._planted(len(q)):
+                q[query] = q[query if self._shape.is_causal else 0, :, :1].clone()
+
+    def _planted(self, length: int) -> list[int]:
+        """The planted queries of an entry. Those of a causal one lie apart: each has two keys of its own."""
+        if self._shape.is_causal and length < 6:
+            return [length - 1]
+        return sorted({0, length // 2, length - 1})
+
+    def plant(self, kv_lengths: Sequence[int]) -> None:
+        """Gives the planted queries their keys, for these KV lengths."""
+        self._keys = self._random_keys.clone()
+        width = self._tables.shape[1] * PAGE_SIZE
+        for q, table, kv_length in zip(self._q.split(self._lengths), self._tables.tolist(), kv_lengths, strict=True):
+            for query in self._planted(len(q)):
+                by_head = q[query].view(self._shape.kv_heads, -1, self._shape.head_dim)[:, 0].float()
+                unit = by_head * self._shape.head_dim**0.5 / by_head.square().sum(-1, keepdim=True)
+                last = kv_length - 1 - (len(q) - 1 - query if self._shape.is_causal else 0)
+                for position, score in ((last, LAST), (last + 1, BEHIND)):
+                    if position < width:
+                        page, offset = divmod(position, PAGE_SIZE)
+                        self._keys[table[page], offset] = (score * unit).to(self._keys.dtype)
+        self._on_device[1].copy_(self._keys)
 
     def divided(self, kv_lengths: Sequence[int]) -> list[int]:
-        """The KV lengths of the parts of ENTRIES entries."""
+        """The KV lengths of the parts of the entries."""
         return list(replace(self._whole, kv_lengths=tuple(kv_lengths)).divided(self._ops.max_queries).kv_lengths)
 
     def attend(self, kv_lengths: Sequence[int]) -> Tensor:
         """Attention on the device [T, H * D]."""
+        self.plant(kv_lengths)
+        return self._attend(kv_lengths)
+
+    def _attend(self, kv_lengths: Sequence[int]) -> Tensor:
         q, k_cache, v_cache = self._on_device
         entries = replace(self._entries, kv_lengths=tuple(self.divided(kv_lengths)))
         return self._ops.attention(q, k_cache, v_cache, entries)
@@ -153,34 +232,50 @@ class Sample:
     def captured(self) -> CapturedRun:
         """``attend`` as a graph that is captured with few keys, to be replayed with other KV lengths."""
         least = max(MIN_KV_LENGTH, self._shape.queries if self._shape.is_causal else 1)
-        few = range(least, least + ENTRIES)
+        few = range(least, least + len(self._lengths))
         with capturing(auto_dispatch_capture=True) as graph:
-            output = self.attend(few)
-        return CapturedRun(graph, self.attend, output, "gate", self.divided(few))
+            output = self._attend(few)
+        return CapturedRun(graph, self._attend, output, "gate", self.divided(few))
 
     def fault(self, output: Tensor, kv_lengths: Sequence[int], where: str) -> str | None:
-        """What is wrong with the attention of these KV lengths; None if it is right."""
-        expected = self._expected(kv_lengths)
-        error = (output.cpu().float() - expected).abs().max() / expected.abs().max()
-        share = float(error.nan_to_num(nan=float("inf")))
+        """What is wrong with the attention of these KV lengths; None if it is right.
+
+        Raises:
+            GraphError: see ``wait_for_replay``.
+        """
+        wait_for_replay(f"{KERNEL} in {where}")
+        share = error_share(output, self._expected(kv_lengths))
         if share <= TOLERANCE:
             return None
         return (
             f"{KERNEL} in the layout {self._ops.attention_layout} is wrong in {where}: the error is {share:.0%} of the "
-            f"largest value for {self._shape} and KV lengths {list(kv_lengths)}"
+            f"largest value for {self._shape} and KV lengths {list(kv_lengths[:MAX_SHOWN])}"
         )
 
     def _expected(self, kv_lengths: Sequence[int]) -> Tensor:
         """Attention in float32 on the host [T, H * D]."""
         outputs = []
-        for q, table, length in zip(self._q.chunk(ENTRIES), self._tables, kv_lengths, strict=True):
-            k, v = (cache[table.long()[: pages_for(length)]].flatten(0, 1)[:length] for cache in self._caches)
+        for q, table, length in zip(self._q.split(self._lengths), self._tables, kv_lengths, strict=True):
+            pages = table.long()[: pages_for(length)]
+            k, v = (cache[pages].flatten(0, 1)[:length] for cache in (self._keys, self._values))
             q, k, v = (x.float().transpose(0, 1)[None] for x in (q, k, v))
             seen = torch.ones(q.shape[2], length, dtype=torch.bool)
             seen = seen.tril(length - q.shape[2]) if self._shape.is_causal else seen
             attended = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
             outputs.append(attended[0].transpose(0, 1).flatten(1))
         return torch.cat(outputs)
+
+
+def error_share(output: Tensor, expected: Tensor) -> float:
+    """The largest error of what the device has computed, as a share of the largest value; infinite if it is not
+    finite."""
+    error = (output.cpu().float() - expected.float()).abs().max() / expected.float().abs().max()
+    return float(error.nan_to_num(nan=float("inf")))
+
+
+def this_die() -> str:
+    """The die of this process, for messages."""
+    return f"NPU {npu.current_device()} of {platform.node()}"
 
 
 def wait_for_replay(name: str, seconds: float | None = None) -> None:
@@ -200,8 +295,8 @@ def wait_for_replay(name: str, seconds: float | None = None) -> None:
         if time.monotonic() > end:
             npu.stop_device(npu.current_device())
             raise GraphError(
-                f"{name}: a replay did not end within {limit:g} s, so the device hangs; look for other processes on "
-                "this device, or serve with graph_mode eager"
+                f"{name} did not end within {limit:g} s, so {this_die()} hangs; look for other processes there, or "
+                "serve with graph_mode eager"
             )
         time.sleep(POLL_SECONDS)
 

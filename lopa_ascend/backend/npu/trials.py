@@ -1,0 +1,291 @@
+"""The kernels of a layer beside attention. Before weights are loaded, they must compute with random tensors of a
+model's shapes what the definition of the ops does, ``backend/cpu/definition.py``."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.backend.cpu import definition
+from lopa_ascend.backend.interface import Experts, Ops
+from lopa_ascend.backend.npu.gate import TOLERANCE, WrongKernelError, error_share, this_die, wait_for_replay
+from lopa_ascend.backend.npu.ops import NpuOps
+from lopa_ascend.config import ExpertsConfig
+from lopa_ascend.kv.pages import PAGE_SIZE
+
+ROWS = 32
+"""Tokens of a trial."""
+MAX_INNER, MAX_OUTPUTS = 256, 4096
+"""Largest widths of an expert and of an int8 product that are tried: larger ones would take seconds."""
+DIFFERENT = 8
+"""Experts with weights of their own; the others have multiples of these."""
+GAP = 0.004
+"""How far apart the scores of what is taken and what is not must lie, so that no rounding decides."""
+logger = logging.getLogger(__name__)
+Results = Tensor | Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A rank's part of a layer."""
+
+    hidden: int
+    inner: int
+    """Width of the MLP."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    eps: float
+    dtype: torch.dtype
+    experts: ExpertsConfig | None
+    has_int8: bool
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One call on the device, and what it must give."""
+
+    name: str
+    run: Callable[[], Results]
+    expected: Callable[[], Results]
+    remedy: str = ""
+
+
+def check_kernels(ops: NpuOps, shape: LayerShape) -> None:
+    """Tries all kernels that a layer needs.
+
+    Raises:
+        WrongKernelError: one is wrong or is refused; names it, the die and the error.
+        GraphError: one hangs.
+    """
+    begin, count = time.perf_counter(), 0
+    for trial in trials(ops, shape):
+        try:
+            found = trial.run()
+            wait_for_replay(trial.name)
+            pairs = zip(_listed(found), _listed(trial.expected()), strict=True)
+            share = max(error_share(*pair) for pair in pairs)
+        except RuntimeError as error:
+            raise WrongKernelError(f"{this_die()}: {trial.name} is refused ({shape}): {error}{trial.remedy}") from error
+        if share > TOLERANCE:
+            raise WrongKernelError(
+                f"{this_die()}: {trial.name} is wrong: the error is {share:.0%} of the largest value for {shape}. This "
+                f"is a fault of the device or of its software{trial.remedy}"
+            )
+        count += 1
+    logger.info(
+        "%d kernels compute what the CPU does (checked in %.0f ms)", count, 1000 * (time.perf_counter() - begin)
+    )
+
+
+def _listed(results: Results) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else list(results)
+
+
+def trials(ops: NpuOps, shape: LayerShape) -> Iterator[Trial]:
+    """All trials; their tensors are made one after the other, the same ones in every start."""
+    random = Random(shape.dtype)
+    yield from _dense(ops, shape, random)
+    if shape.experts is not None:
+        for tokens in (1, ROWS):
+            for is_int8 in (False, True)[: 1 + shape.has_int8]:
+                yield experts_trial(ops, random, shape.experts, shape.hidden, tokens, is_int8=is_int8)
+    if shape.has_int8:
+        yield from _int8(ops, shape, random)
+
+
+class Random:
+    """Random tensors on the CPU."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype, self._generator = dtype, torch.Generator().manual_seed(0)
+
+    def normal(self, *size: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(size, generator=self._generator)).to(self._dtype)
+
+    def codes(self, *size: int) -> Tensor:
+        return torch.randint(-127, 128, size, generator=self._generator, dtype=torch.int8)
+
+    def order(self, count: int) -> Tensor:
+        return torch.randperm(count, generator=self._generator)
+
+
+def _dense(ops: NpuOps, shape: LayerShape, random: Random) -> Iterator[Trial]:
+    s, device = shape, ops.device
+    x, residual, weight = random.normal(ROWS, s.hidden), random.normal(ROWS, s.hidden), random.normal(s.hidden)
+    given = x.to(device), residual.to(device), weight.to(device)
+
+    def added() -> Results:  # the op may overwrite what it is given
+        return ops.add_rms_norm(given[0].clone(), given[1].clone(), given[2], s.eps)
+
+    yield Trial(
+        "rms_norm", lambda: ops.rms_norm(given[0], given[2], s.eps), lambda: definition.rms_norm(x, weight, s.eps)
+    )
+    yield Trial("add_rms_norm", added, lambda: definition.add_rms_norm(x, residual, weight, s.eps))
+    qkv = random.normal((s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden, scale=s.hidden**-0.5)
+    bias = random.normal(len(qkv))
+    stored, on_device = ops.stored(qkv.to(device)), bias.to(device)
+    yield Trial("linear", lambda: ops.linear(given[0], stored, on_device), lambda: definition.linear(x, qkv, bias))
+    gate_up = random.normal(ROWS, 2 * s.inner)
+    yield Trial("swiglu", lambda: ops.swiglu(gate_up.to(device)), lambda: definition.swiglu(gate_up))
+    yield from _rotations(ops, s, random)
+    caches = random.normal(2, 2, PAGE_SIZE, s.kv_heads, s.head_dim)
+    new, slots = random.normal(2, ROWS, s.kv_heads, s.head_dim), random.order(2 * PAGE_SIZE)[:ROWS].int()
+
+    def written(write: Callable[..., None], device: torch.device) -> Tensor:
+        k_cache, v_cache = into = caches.to(device, copy=True)
+        k, v = new.to(device)
+        write(k, v, k_cache, v_cache, slots.to(device))
+        return into
+
+    cpu = torch.device("cpu")
+    yield Trial("kv_write", lambda: written(ops.kv_write, device), lambda: written(definition.kv_write, cpu))
+
+
+def _rotations(ops: NpuOps, shape: LayerShape, random: Random) -> Iterator[Trial]:
+    s, device, dim = shape, ops.device, shape.rotary_dim
+    angles = torch.outer(torch.arange(ROWS) * 17.0, 1e6 ** -(torch.arange(0, dim, 2) / dim))
+    cos, sin = angles.cos().to(s.dtype), angles.sin().to(s.dtype)
+    tables = ops.rope_tables(angles.cos().to(device), angles.sin().to(device), s.dtype)
+    q, k = random.normal(ROWS, s.heads, dim), random.normal(ROWS, s.kv_heads, dim)
+    halves = cos[:, None], sin[:, None]
+    yield Trial("rope", lambda: ops.rope(q.to(device), *tables), lambda: definition.rope(q, *halves))
+    q_weight, k_weight = random.normal(dim), random.normal(dim)
+    on_device = q_weight.to(device), k_weight.to(device)
+    yield Trial(
+        "norm_rope",
+        lambda: ops.norm_rope(q.to(device), k.to(device), *on_device, s.eps, *tables),
+        lambda: definition.norm_rope(q, k, q_weight, k_weight, s.eps, *halves),
+    )
+
+
+def _int8(ops: NpuOps, shape: LayerShape, random: Random) -> Iterator[Trial]:
+    s, device, remedy = shape, ops.device, "; without W8A8 (quantization) no such kernel is needed"
+    x, residual, weight = random.normal(ROWS, s.hidden), random.normal(ROWS, s.hidden), random.normal(s.hidden)
+    given = x.to(device), residual.to(device), weight.to(device)
+    made = partial(Trial, remedy=remedy)
+    yield made("quantize", lambda: ops.quantize(given[0]), lambda: definition.quantize(x))
+    yield made(
+        "rms_norm_quant",
+        lambda: ops.rms_norm_quant(given[0], given[2], s.eps),
+        lambda: definition.rms_norm_quant(x, weight, s.eps),
+    )
+    yield made(
+        "add_rms_norm_quant",
+        lambda: ops.add_rms_norm_quant(given[0].clone(), given[1].clone(), given[2], s.eps),
+        lambda: definition.add_rms_norm_quant(x, residual, weight, s.eps),
+    )
+    gate_up = random.normal(ROWS, 2 * s.inner)
+    yield made("swiglu_quant", lambda: ops.swiglu_quant(gate_up.to(device)), lambda: definition.swiglu_quant(gate_up))
+    queries = s.heads * s.head_dim
+    sizes = {"qkv": (queries + 2 * s.kv_heads * s.head_dim, s.hidden), "o": (s.hidden, queries)}
+    sizes |= {"gate_up": (2 * s.inner, s.hidden), "down": (s.hidden, s.inner)}
+    for name, (num_outputs, num_inputs) in sizes.items():
+        codes, scale = definition.quantize(random.normal(ROWS, num_inputs))
+        weights = random.codes(min(num_outputs, MAX_OUTPUTS), num_inputs)
+        scales = random.normal(len(weights)).float().abs() / num_inputs
+        bias = random.normal(len(weights)) if name == "qkv" else None
+        operands = codes, scale, weights, scales, bias
+        yield made(
+            f"quant_linear of {name}",
+            partial(_product, ops, operands, s.dtype),
+            partial(definition.quant_linear, *operands, s.dtype),
+        )
+        if name == "gate_up":
+            on_device = codes.to(device), scale.to(device), ops.stored(weights.to(device)), scales.to(device)
+            yield made(
+                "quant_swiglu",
+                partial(ops.quant_swiglu, *on_device, s.dtype),
+                partial(definition.quant_swiglu, codes, scale, weights, scales, s.dtype),
+            )
+
+
+def _product(ops: NpuOps, operands: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+    codes, scale, weights, scales, bias = (x if x is None else x.to(ops.device) for x in operands)
+    assert codes is not None
+    assert scale is not None
+    assert weights is not None
+    assert scales is not None
+    return ops.quant_linear(codes, scale, ops.stored(weights), scales, bias, dtype)
+
+
+# ---- mixtures of experts -------------------------------------------------------------------------------------------
+
+
+def experts_trial(
+    ops: NpuOps, random: Random, sizes: ExpertsConfig, hidden: int, tokens: int, *, is_int8: bool
+) -> Trial:
+    """A mixture of experts.
+
+    Args:
+        sizes: of the whole model.
+        tokens: rows, each of which clearly ranks its experts.
+    """
+    experts = random_experts(random, sizes, hidden)
+    x = ranked_rows(random, experts, tokens)
+    if is_int8:
+        experts = quantized(experts)
+    given = stored(experts, ops)
+    name = f"{'int8 ' if is_int8 else ''}experts of {tokens} tokens"
+    return Trial(name, lambda: ops.moe(x.to(ops.device), given), lambda: definition.moe(x, experts))
+
+
+def stored(experts: Experts, ops: Ops) -> Experts:
+    """Experts of the CPU as a device takes them."""
+    tensors = {name: x.to(ops.device) for name, x in vars(experts).items() if isinstance(x, Tensor)}
+    return ops.stored_experts(replace(experts, **tensors))
+
+
+def quantized(experts: Experts) -> Experts:
+    """The same experts with int8 weights."""
+    codes, scales = zip(*(definition.quantize(w.flatten(0, 1)) for w in (experts.gate_up, experts.down)), strict=True)
+    count = experts.sizes.num_experts
+    gate_up, down, gate_up_scale, down_scale = (x.unflatten(0, (count, -1)) for x in (*codes, *scales))
+    return replace(experts, gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale)
+
+
+def random_experts(random: Random, sizes: ExpertsConfig, hidden: int) -> Experts:
+    """Experts of no more than MAX_INNER elements on the CPU, as the definition takes them."""
+    inner, count = min(sizes.inner, MAX_INNER), sizes.num_experts
+    factors = 1 + torch.arange(count)[:, None, None] / count
+
+    def repeated(outputs: int, inputs: int) -> Tensor:
+        different = random.normal(DIFFERENT, outputs, inputs, scale=inputs**-0.5)
+        return (different.repeat(-(-count // DIFFERENT), 1, 1)[:count] * factors).to(different.dtype)
+
+    router = random.normal(count, hidden, scale=hidden**-0.5).float()
+    bias = random.normal(count, scale=0.1).float()
+    return Experts(sizes, router, bias, repeated(2 * inner, hidden), repeated(hidden, inner))
+
+
+def ranked_rows(random: Random, experts: Experts, tokens: int) -> Tensor:
+    """Random rows [tokens, hidden] whose experts are no near-ties, and neither are the groups of these."""
+    sizes, found, count = experts.sizes, [], 0
+    while count < tokens:
+        x = random.normal(2 * tokens + ROWS, experts.router.shape[1])
+        ranking = (x.float() @ experts.router.T).sigmoid() + experts.bias
+        is_clear = torch.ones(len(x), dtype=torch.bool)
+        if sizes.kept_groups < sizes.num_groups:
+            groups = ranking.unflatten(1, (sizes.num_groups, -1))
+            sums = groups.topk(2).values.sum(-1).sort(descending=True)
+            is_clear = _gap(sums.values, sizes.kept_groups) > GAP
+            dropped = sums.indices[:, sizes.kept_groups :, None].expand(-1, -1, groups.shape[2])
+            ranking = groups.scatter(1, dropped, -torch.inf).flatten(1)
+        is_clear &= _gap(ranking.sort(descending=True).values, sizes.per_token) > GAP
+        found.append(x[is_clear])
+        count += len(found[-1])
+    return torch.cat(found)[:tokens]
+
+
+def _gap(ranked: Tensor, taken: int) -> Tensor:
+    """By row, how far the last of the values that are taken lies above the next one."""
+    if taken == ranked.shape[1]:
+        return torch.full((len(ranked),), torch.inf)
+    return ranked[:, taken - 1] - ranked[:, taken]
