@@ -6,7 +6,7 @@ product of so many bytes of weights with one row; other bytes move at the speed 
 an op takes or gives is counted once.
 
 - products: the linear layers: FLOPs, and reading the weights with their scales.
-- attention: scores and weighted sums, FLOPs; writing keys and values, bytes.
+- attention: scores and weighted sums, FLOPs; writing and reading keys and values, common beginnings once, bytes.
 - norms and activations: norms, rotary embedding, SwiGLU and quantisation, bytes.
 - head and score: the FLOPs of the LM head, reading its weight, and reading its logits once.
 - host: everything else, among it the embedding and the layout of the batch. Its floor is 0.
@@ -164,7 +164,10 @@ def work_of(name: str, args: tuple[Any, ...], out: Any) -> tuple[int, int, int]:
         entries: Entries = args[3]
         pairs = sum(length * keys for length, keys in zip(entries.lengths, entries.kv_lengths, strict=True))
         _, heads, dim = args[0].shape
-        return 2 * 2 * pairs * heads * dim, 0, 0  # scores and weighted sums, with two FLOPs for each product
+        groups = zip(entries.kv_lengths, entries.prefix_groups, strict=True)
+        read = sum(entries.prefixes) + sum(length - entries.prefixes[group] for length, group in groups)
+        # Scores and weighted sums, with two FLOPs for each product; keys and values.
+        return 2 * 2 * pairs * heads * dim, 2 * read * args[1][0, 0].nbytes, 0
     if name == "kv_write":
         keys, slots = args[0], args[4]
         return 0, 2 * 2 * len(slots) * keys[0].nbytes, 0  # keys and values, each read and written

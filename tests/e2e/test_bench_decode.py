@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -90,7 +91,12 @@ def test_the_work_of_ops() -> None:
     int4 = (torch.zeros(10, 2, dtype=torch.uint8), scales, None)
     assert work_of("int4_linear", (codes, None, int4, torch.zeros(10), torch.bfloat16), out)[2] == 20 + 40
     entries = Entries((2, 1), (5, 7), torch.zeros(2, 1, dtype=torch.int32), (0, 1), (0, 0))
-    assert work_of("attention", (torch.zeros(3, 4, 8), None, None, entries), None)[0] == 4 * (2 * 5 + 7) * 4 * 8
+    cache = torch.zeros(2, 128, 2, 8)
+    found = work_of("attention", (torch.zeros(3, 4, 8), cache, cache, entries), None)
+    # keys and values of 5 + 7 positions, or with 4 in common of 4 + 1 + 3
+    assert found == (4 * (2 * 5 + 7) * 4 * 8, 2 * (5 + 7) * 2 * 8 * 4, 0)
+    shared = replace(entries, prefix_groups=(0, 0), prefixes=(4,))
+    assert work_of("attention", (torch.zeros(3, 4, 8), cache, cache, shared), None)[1] == 2 * (4 + 1 + 3) * 2 * 8 * 4
     keys, slots = torch.zeros(3, 2, 8), torch.zeros(5)
     # five positions of keys and of values, each read and written
     assert work_of("kv_write", (keys, keys, None, None, slots, None), None)[1] == 2 * 2 * 5 * 2 * 8 * 4
