@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from lopa_ascend import LLM
-from lopa_ascend.backend.cpu.int8 import multiply_int8
 from lopa_ascend.backend.cpu.native import load_cpu_ops
 from lopa_ascend.backend.interface import Entries, Ops
 
@@ -219,13 +218,13 @@ def gemm_peak(dtype: torch.dtype) -> float:
 
 
 def int8_peak() -> float:
-    """The largest FLOP/s of CPU time of exact int8 products of the same sizes, as the engine multiplies them."""
+    """The same of linear layers of int8 numbers."""
     ops = load_cpu_ops(packs_weights=True)
 
     def layer(rows: int, inner: int, outer: int) -> Callable[[], object]:
         x, weight = torch.ones(rows, inner, dtype=torch.int8), torch.ones(outer, inner, dtype=torch.int8)
-        packed = ops.packed(weight)
-        return lambda: multiply_int8(x, packed)
+        scales, packed = (torch.ones(rows), torch.ones(outer)), ops.packed(ops.stored(weight))
+        return lambda: ops.quant_linear(x, scales[0], packed, scales[1], None, torch.float32)
 
     return largest_flops(layer)
 
