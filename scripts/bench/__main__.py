@@ -1,6 +1,7 @@
 """Measures and predicts speed.
 
     python -m scripts.bench decode   this engine in this process: tokens, forward passes, CPU seconds and their parts
+    python -m scripts.bench llama    forward passes of this engine beside llama.cpp's
     python -m scripts.bench serve    a server under load: latency, tokens/s, and how fine its streams are
     python -m scripts.bench grammars what structured output costs
     python -m scripts.bench routing  which replica of several should get a request
@@ -16,11 +17,19 @@ import argparse
 from collections.abc import Sequence
 
 from lopa_ascend.config.settings import HelpFormatter
-from scripts.bench import decode, grammars, routing, serve
+from scripts.bench import decode, grammars, llama, routing, serve
 from scripts.bench.plan import command as plan
 from scripts.bench.ranks import command as ranks
 
-COMMANDS = {"decode": decode, "serve": serve, "grammars": grammars, "routing": routing, "ranks": ranks, "plan": plan}
+COMMANDS = {
+    "decode": decode,
+    "llama": llama,
+    "serve": serve,
+    "grammars": grammars,
+    "routing": routing,
+    "ranks": ranks,
+    "plan": plan,
+}
 """Modules that have ``add_flags`` and ``run``; none loads torch before it runs."""
 
 

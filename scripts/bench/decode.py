@@ -24,9 +24,16 @@ so other work on the machine disturbs them little. The columns:
 With --arriving there are the median and the longest step of the others, how long they wait between two steps while the
 prompt comes in (median and longest), both waits in median steps, and CPU seconds and steps until it is computed.
 
-Below it the CPU milliseconds of an engine step by part; --floors adds the least time that each part could take, by
-peaks of this machine that are measured in the same run (scripts/bench/parts.py). Compiled steps cannot be divided: of
-them "inputs" and "absorb" are the host's work to send a step off and to take in its result.
+Below it the CPU milliseconds of an engine step by part; --floors adds the least time that each part could take by
+memory and by products, and which share of its time the longer of the two is. Peaks of this machine are measured in the
+same run (scripts/bench/parts.py). Steps of 1 to 32 positions, prompts left out, with any weights in published sizes:
+
+    scripts.eval make-checkpoint --family sdar --size 1.7B SDAR-1.7B
+    bench decode --model SDAR-1.7B --dtype w8a8 --branches 0 --block-size 1 4 8 16 32 --prompts 1 --new-tokens 32 \
+                 --cached-prompts --floors
+
+Compiled steps cannot be divided: of them "inputs" and "absorb" are the host's work to send a step off and to take in
+its result.
 
 Where drafts are checked, a line says how many tokens a round has written, how often the draft for each place was right
 where those before it were, and how often the draft's second choice was what was written in the place of a wrong one.
@@ -39,8 +46,8 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +58,7 @@ from lopa_ascend.config import (
     ParameterError,
 )
 from lopa_ascend.config.combinations import fitting_defaults
+from lopa_ascend.config.engine import QUANTIZATIONS
 from lopa_ascend.config.settings import Setting, refuse_unknown, settings
 from lopa_ascend.decode.block_pipeline import WINDOW_ATTENTIONS
 from lopa_ascend.demo import DEMO_MODEL
@@ -68,6 +76,8 @@ HEADINGS = ("forwards", "TPF", "tokens/step", "cpu s", "wall s", "tokens/s", "lo
 NUM_PROBLEMS = 8
 """Held-out problems that are decoded where nothing is said of it."""
 NEW_TOKENS = 128
+FORMATS = ("float32", "bfloat16", *QUANTIZATIONS)
+"""Number formats of weights."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -103,8 +113,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=number_from(1), default=number, metavar="N", help=f"{text} (default: {number})")
     parser.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "w8a8"),
-        help="number format of the weights; w8a8 is int8 beside bfloat16 (default: the model's)",
+        choices=FORMATS,
+        help="number format of the weights; quantised ones beside bfloat16 (default: the model's)",
     )
     parser.add_argument(
         "--graph-mode", choices=("eager", "inductor"), default="eager", help="how steps run (default: eager)"
@@ -211,9 +221,10 @@ def measure_all(args: argparse.Namespace, engine: dict[str, Any], given: dict[st
     for _ in range(args.rounds):
         for case, decodes in found.items():
             decodes.append(decode(llm, prompts[case], params[case], case.requests, cached=args.cached_prompts))
-    peaks = measure_peaks(llm.engine.runner.model.head.dtype) if args.floors else None
+    peaks = measure_peaks(llm.engine.runner.model.head.dtype, llm.engine.ranks[0].weights) if args.floors else None
     llm.close()
     return about | {
+        "peaks": peaks and asdict(peaks),
         "decodes": [
             describe_case(case, middle(decodes), len(prompts[case][0]), peaks) for case, decodes in found.items()
         ],
@@ -231,13 +242,16 @@ def load(model: Path | None, args: argparse.Namespace, engine: dict[str, Any], p
         "threads": args.threads,
         "graph_mode": args.graph_mode,
     }
-    if args.dtype == "w8a8":
-        options |= {"dtype": "bfloat16", "quantization": "w8a8"}
-    elif args.dtype:
-        options["dtype"] = args.dtype
+    if args.dtype:
+        options |= format_options(args.dtype)
     if args.graph_mode != "eager":
         options["graph_params"] = GraphParams.of(params)
     return LLM(model, **{**options, **engine})
+
+
+def format_options(name: str) -> dict[str, str]:
+    """The settings of an engine for one of ``FORMATS``."""
+    return {"dtype": "bfloat16", "quantization": name} if name in QUANTIZATIONS else {"dtype": name}
 
 
 def case_params(
@@ -304,6 +318,27 @@ def describe_drafts(found: dict[str, Any]) -> str:
     )
 
 
+def print_floors(report: dict[str, Any], keys: Sequence[str]) -> None:
+    """Prints the least times of the parts, and the share of its time that the longer one is.
+
+    Args:
+        report: what was measured.
+        keys: what distinguishes decodes.
+    """
+    peaks = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in report["peaks"].items())
+    columns = (*keys, "part", "CPU ms", "least by memory", "least by products", "share")
+    print(f"\nPeaks of a CPU second, in 10^9: {peaks}\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for one in report["decodes"]:
+        rows = [(name, one["parts"][name], *floors.values()) for name, floors in one["floors"].items()]
+        least = sum(max(memory, products) for _, _, memory, products in rows)
+        shares = [max(row[2:]) / row[1] for row in rows] + [least / one["cpu_seconds"]]
+        rows.append(("all", *(sum(row[column] for row in rows) for column in (1, 2, 3))))
+        for (name, *seconds), share in zip(rows, shares, strict=True):
+            cells = [*(str(one[key]) for key in keys), name]
+            cells += [f"{1000 * value / one['steps']:.2f}" for value in seconds]
+            print(f"| {' | '.join(cells)} | {share:.0%} |")
+
+
 def print_tables(report: dict[str, Any]) -> None:
     """Prints the tables of figures and of parts in Markdown."""
     of_all = (f"{name} {report[name]}" for name in ("model", "dtype", "threads", "graph_mode", "start_seconds"))
@@ -324,14 +359,14 @@ def print_tables(report: dict[str, Any]) -> None:
         cells += [f"{one['tokens'] / one['cpu_seconds']:.1f}", f"{one['longest_step_ms']:.1f}"]
         print(f"| {' | '.join(cells)} |")
     names = list(decodes[0]["parts"])
-    print(f"\nCPU ms of a step{', floors in brackets' if 'floors' in decodes[0] else ''}:\n")
+    print("\nCPU ms of a step:\n")
     print(f"| {' | '.join((*keys, *names))} |\n{'|---' * (len(keys) + len(names))}|")
     for one in decodes:
         cells = [str(one[key]) for key in keys]
-        for name in names:
-            floor = f" ({1000 * one['floors'][name] / one['steps']:.1f})" if "floors" in one else ""
-            cells.append(f"{1000 * one['parts'].get(name, 0) / one['steps']:.1f}{floor}")
+        cells += [f"{1000 * one['parts'].get(name, 0) / one['steps']:.1f}" for name in names]
         print(f"| {' | '.join(cells)} |")
+    if "floors" in decodes[0]:
+        print_floors(report, keys)
     for one in decodes:
         if "drafts" in one:
             print(f"\nk = {one['k']}: {describe_drafts(one['drafts'])}")

@@ -79,7 +79,10 @@ class Decode:
         if drafts := draft_figures(self.outputs):
             found["drafts"] = drafts
         if peaks is not None and self.work is not None:
-            found["floors"] = {name: round(part.floor(peaks), 4) for name, part in self.work.by_name.items()}
+            found["floors"] = {
+                name: dict(zip(("memory", "products"), part.floors(peaks), strict=True))
+                for name, part in self.work.by_name.items()
+            }
         if self.padding is not None:
             found["padding"] = round(self.padding, 3)
         return found

@@ -1,12 +1,14 @@
 """The parts of a step, and the least time that each could take on this machine.
 
-The floor of a part is its work at a peak that is measured in the same run: FLOPs at the speed of the fastest matrix
-product, bytes at the speed of the fastest copy. Every tensor that an op takes or gives is counted once.
+The floor of a part is its work at peaks that are measured in the same run, and the longer one of two times: that of its
+FLOPs at the speed of the fastest matrix product, and that of its bytes. Weights are read at the speed of the fastest
+product of so many bytes of weights with one row; other bytes move at the speed of the fastest copy. Every tensor that
+an op takes or gives is counted once.
 
-- products: the linear layers, FLOPs; or, where that takes longer, reading the weights from memory.
-- attention: scores and weighted sums, FLOPs; writing keys and values, bytes.
+- products: the linear layers: FLOPs, and reading the weights with their scales.
+- attention: scores and weighted sums, FLOPs; writing and reading keys and values, common beginnings once, bytes.
 - norms and activations: norms, rotary embedding, SwiGLU and quantisation, bytes.
-- head and score: the FLOPs of the LM head, and reading its logits once, bytes.
+- head and score: the FLOPs of the LM head, reading its weight, and reading its logits once.
 - host: everything else, among it the embedding and the layout of the batch. Its floor is 0.
 """
 
@@ -23,7 +25,6 @@ import torch
 from torch import Tensor
 
 from lopa_ascend import LLM
-from lopa_ascend.backend.cpu.int8 import multiply_int8
 from lopa_ascend.backend.cpu.native import load_cpu_ops
 from lopa_ascend.backend.interface import Entries, Ops
 
@@ -31,6 +32,7 @@ PARTS = ("products", "attention", "norms and activations", "head and score", "ho
 PART_OF_OP = {
     "linear": "products",
     "quant_linear": "products",
+    "int4_linear": "products",
     "attention": "attention",
     "kv_write": "attention",
 } | dict.fromkeys(
@@ -41,10 +43,15 @@ PART_OF_OP = {
     "norms and activations",
 )
 """Ops that are timed."""
+WEIGHTS_OF = {"linear": slice(1, 2), "quant_linear": slice(2, 4), "int4_linear": slice(2, 3)}
+"""Linear layers, and which of their arguments are the weight and its scales: tensors, or a tuple of tensors."""
 COPIED_BYTES = 4 << 20
 """Bytes of the copies that show the peak: about a tensor of a step."""
-READ_BYTES = 256 << 20
-"""Bytes that are read from memory to show the peak: more than caches hold."""
+READ_BYTES = (4 << 20, 2 << 30)
+"""The least and the most bytes that are read to show the peak of a model's weights. No cache holds the most; weights of
+fewer bytes lie in caches from one step to the next."""
+ROW_ELEMENTS = 1024
+"""Inputs of the products that show it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Peaks:
     bytes: float
     """Of a copy, read and written."""
     memory: float
-    """Bytes that are read from memory, where they do not fit into a cache."""
+    """Bytes of weights that a product of one row reads."""
 
 
 @dataclass
@@ -72,10 +79,12 @@ class PartWork:
     bytes: int = 0
     weight_bytes: int = 0
 
-    def floor(self, peaks: Peaks) -> float:
-        """The least CPU seconds that the work takes."""
-        products = self.flops / peaks.flops + self.int8_flops / peaks.int8_flops
-        return max(products, self.weight_bytes / peaks.memory) + self.bytes / peaks.bytes
+    def floors(self, peaks: Peaks) -> tuple[float, float]:
+        """The least CPU seconds that the work takes by memory, and by products."""
+        return (
+            self.weight_bytes / peaks.memory + self.bytes / peaks.bytes,
+            self.flops / peaks.flops + self.int8_flops / peaks.int8_flops,
+        )
 
 
 @dataclass
@@ -110,7 +119,7 @@ class Parts:
         else:
             part = self.by_name[PART_OF_OP[op]]
         part.seconds += seconds
-        if op == "quant_linear":
+        if args[0].dtype is torch.int8:
             part.int8_flops += flops
         else:
             part.flops += flops
@@ -146,14 +155,18 @@ class TimedOps:
 
 def work_of(name: str, args: tuple[Any, ...], out: Any) -> tuple[int, int, int]:
     """FLOPs, bytes and bytes of weights of one call of an op, as far as the floor of its part counts them."""
-    if name in ("linear", "quant_linear"):
-        weight = args[1] if name == "linear" else args[2]
-        return 2 * len(args[0]) * weight.numel(), 0, weight.nbytes
+    if name in WEIGHTS_OF:
+        weights = [x for part in args[WEIGHTS_OF[name]] for x in (part if isinstance(part, tuple) else (part,))]
+        num_bytes = sum(x.nbytes for x in weights if isinstance(x, Tensor))
+        return 2 * args[0].numel() * out.shape[1], 0, num_bytes
     if name == "attention":
         entries: Entries = args[3]
         pairs = sum(length * keys for length, keys in zip(entries.lengths, entries.kv_lengths, strict=True))
         _, heads, dim = args[0].shape
-        return 2 * 2 * pairs * heads * dim, 0, 0  # scores and weighted sums, with two FLOPs for each product
+        groups = zip(entries.kv_lengths, entries.prefix_groups, strict=True)
+        read = sum(entries.prefixes) + sum(length - entries.prefixes[group] for length, group in groups)
+        # Scores and weighted sums, with two FLOPs for each product; keys and values.
+        return 2 * 2 * pairs * heads * dim, 2 * read * args[1][0, 0].nbytes, 0
     if name == "kv_write":
         keys, slots = args[0], args[4]
         return 0, 2 * 2 * len(slots) * keys[0].nbytes, 0  # keys and values, each read and written
@@ -179,15 +192,17 @@ def measure_parts(llm: LLM, run: Callable[[], object]) -> Parts:
     return parts
 
 
-def measure_peaks(dtype: torch.dtype) -> Peaks:
+def measure_peaks(dtype: torch.dtype, weight_bytes: int) -> Peaks:
     """The peaks for a model.
 
     A processor without bfloat16 units is faster in float32, and that is the peak then.
 
     Args:
         dtype: of the model's weights and activations.
+        weight_bytes: of its weights.
     """
-    return Peaks(max(gemm_peak(dtype), gemm_peak(torch.float32)), int8_peak(), copy_peak(), memory_peak())
+    flops = max(gemm_peak(dtype), gemm_peak(torch.float32))
+    return Peaks(flops, int8_peak(), copy_peak(), memory_peak(weight_bytes))
 
 
 def gemm_peak(dtype: torch.dtype) -> float:
@@ -203,13 +218,13 @@ def gemm_peak(dtype: torch.dtype) -> float:
 
 
 def int8_peak() -> float:
-    """The largest FLOP/s of CPU time of exact int8 products of the same sizes, as the engine multiplies them."""
+    """The same of linear layers of int8 numbers."""
     ops = load_cpu_ops(packs_weights=True)
 
     def layer(rows: int, inner: int, outer: int) -> Callable[[], object]:
         x, weight = torch.ones(rows, inner, dtype=torch.int8), torch.ones(outer, inner, dtype=torch.int8)
-        packed = ops.packed(weight)
-        return lambda: multiply_int8(x, packed)
+        scales, packed = (torch.ones(rows), torch.ones(outer)), ops.packed(ops.stored(weight))
+        return lambda: ops.quant_linear(x, scales[0], packed, scales[1], None, torch.float32)
 
     return largest_flops(layer)
 
@@ -248,7 +263,13 @@ def copy_peak() -> float:
     return copies * 2 * COPIED_BYTES / fastest_call(copy, 20)
 
 
-def memory_peak() -> float:
-    """The bytes that torch's fastest of some sums reads from memory in a second of CPU time."""
-    values = torch.zeros(READ_BYTES // 4)
-    return READ_BYTES / fastest_call(values.sum, 5)
+def memory_peak(weight_bytes: int) -> float:
+    """The bytes of weights that the fastest of some products of a matrix with one row reads in a second of CPU time.
+
+    Args:
+        weight_bytes: of the model's weights; so many are read, within ``READ_BYTES``.
+    """
+    least, most = READ_BYTES
+    weight = torch.ones(min(max(weight_bytes, least), most) // (4 * ROW_ELEMENTS), ROW_ELEMENTS)
+    row = torch.ones(ROW_ELEMENTS)
+    return weight.nbytes / fastest_call(lambda: weight.mv(row), 5)

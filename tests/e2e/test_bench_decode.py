@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from lopa_ascend.types import GenerationOutput
 from scripts.bench import parts as parts_module
 from scripts.bench import workload
 from scripts.bench.__main__ import main
+from scripts.bench.decode import print_floors
 from scripts.bench.parts import PARTS, PartWork, Peaks, measure_parts, work_of
 from tests.tiny import write_dream
 
@@ -82,21 +84,29 @@ def test_int8_products_are_counted_by_themselves(tmp_path) -> None:
 
 
 def test_the_work_of_ops() -> None:
-    x, weight = torch.zeros(6, 4), torch.zeros(10, 4)
-    assert work_of("linear", (x, weight), torch.zeros(6, 10)) == (2 * 6 * 4 * 10, 0, 160)
+    x, weight, out = torch.zeros(6, 4), torch.zeros(10, 4), torch.zeros(6, 10)
+    assert work_of("linear", (x, weight), out) == (2 * 6 * 4 * 10, 0, 160)
+    codes, scales = x.to(torch.int8), torch.zeros(10)
+    assert work_of("quant_linear", (codes, None, weight.to(torch.int8), scales), out) == (2 * 6 * 4 * 10, 0, 40 + 40)
+    int4 = (torch.zeros(10, 2, dtype=torch.uint8), scales, None)
+    assert work_of("int4_linear", (codes, None, int4, torch.zeros(10), torch.bfloat16), out)[2] == 20 + 40
     entries = Entries((2, 1), (5, 7), torch.zeros(2, 1, dtype=torch.int32), (0, 1), (0, 0))
-    assert work_of("attention", (torch.zeros(3, 4, 8), None, None, entries), None)[0] == 4 * (2 * 5 + 7) * 4 * 8
+    cache = torch.zeros(2, 128, 2, 8)
+    found = work_of("attention", (torch.zeros(3, 4, 8), cache, cache, entries), None)
+    # keys and values of 5 + 7 positions, or with 4 in common of 4 + 1 + 3
+    assert found == (4 * (2 * 5 + 7) * 4 * 8, 2 * (5 + 7) * 2 * 8 * 4, 0)
+    shared = replace(entries, prefix_groups=(0, 0), prefixes=(4,))
+    assert work_of("attention", (torch.zeros(3, 4, 8), cache, cache, shared), None)[1] == 2 * (4 + 1 + 3) * 2 * 8 * 4
     keys, slots = torch.zeros(3, 2, 8), torch.zeros(5)
     # five positions of keys and of values, each read and written
     assert work_of("kv_write", (keys, keys, None, None, slots, None), None)[1] == 2 * 2 * 5 * 2 * 8 * 4
     assert work_of("swiglu", (torch.zeros(3, 8),), torch.zeros(3, 4))[1] == 4 * (24 + 12)
 
 
-def test_a_floor_is_the_longer_of_computing_and_reading_weights_and_then_the_bytes() -> None:
+def test_floors_are_those_of_memory_and_of_products() -> None:
     peaks = Peaks(flops=100.0, int8_flops=200.0, bytes=10.0, memory=5.0)
-    assert PartWork(flops=200, weight_bytes=5, bytes=30).floor(peaks) == 2 + 3
-    assert PartWork(flops=200, weight_bytes=20, bytes=30).floor(peaks) == 4 + 3
-    assert PartWork(flops=200, int8_flops=200, weight_bytes=5, bytes=30).floor(peaks) == 3 + 3
+    assert PartWork(flops=200, weight_bytes=20, bytes=30).floors(peaks) == (4 + 3, 2)
+    assert PartWork(flops=200, int8_flops=200, weight_bytes=5).floors(peaks) == (1, 2 + 1)
 
 
 def decoded(*options: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -152,18 +162,30 @@ def test_a_model_without_a_tokenizer_decodes_random_ids(
     assert [one["token_digest"] for one in first] == [one["token_digest"] for one in again]
 
 
-def test_tables_have_a_row_for_each_decode_and_floors_in_brackets(
+def test_tables_have_a_row_for_each_decode_and_floors_one_for_each_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_dream(tmp_path, vocab_size=32000)
     monkeypatch.setattr(workload, "RANDOM_MODEL", tmp_path)
-    monkeypatch.setattr(parts_module, "measure_peaks", lambda dtype: Peaks(1e9, 1e9, 1e9, 1e9))
-    main("decode --random --branches 2 --new-tokens 32 --floors".split())
-    figures, parts = capsys.readouterr().out.split("CPU ms of a step, floors in brackets:")
-    for table, columns in ((figures, 5 + 7), (parts, 5 + len(PARTS))):
+    monkeypatch.setattr(parts_module, "measure_peaks", lambda *of_model: Peaks(1e9, 1e9, 1e9, 1e9))
+    main("decode --random --branches 2 --block-size 1 8 --new-tokens 16 --floors".split())
+    figures, others = capsys.readouterr().out.split("CPU ms of a step:")
+    parts, floors = others.split("Peaks of a CPU second, in 10^9:")
+    for table, columns, count in ((figures, 5 + 7, 1), (parts, 5 + len(PARTS), 1), (floors, 5 + 5, len(PARTS) + 1)):
         rows = [line for line in table.splitlines() if line.startswith("| 2 |")]
-        assert [row.count("|") for row in rows] == [columns + 1]
-    assert parts.count("(") == len(PARTS)
+        assert [row.count("|") for row in rows] == [columns + 1] * 2 * count
+
+
+def test_the_share_is_that_of_the_longer_floor(capsys: pytest.CaptureFixture[str]) -> None:
+    floors = {"products": {"memory": 0.75, "products": 0.3}, "host": {"memory": 0.0, "products": 0.0}}
+    one = {"k": 0, "steps": 1, "cpu_seconds": 2.0, "parts": {"products": 1.5, "host": 0.5}, "floors": floors}
+    print_floors({"peaks": {"flops": 2e9}, "decodes": [one]}, ["k"])
+    rows = [line.split(" | ")[1:] for line in capsys.readouterr().out.splitlines() if line.startswith("| 0 |")]
+    assert rows == [
+        ["products", "1500.00", "750.00", "300.00", "50% |"],
+        ["host", "500.00", "0.00", "0.00", "0% |"],
+        ["all", "2000.00", "750.00", "300.00", "38% |"],
+    ]
 
 
 def test_of_compiled_steps_the_hosts_work_and_padding_are_known(capsys: pytest.CaptureFixture[str]) -> None:

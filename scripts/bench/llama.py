@@ -1,0 +1,194 @@
+"""Measures a forward pass of this engine beside one of llama.cpp, on this processor.
+
+    bench llama llama-bench --pair SDAR-1.7B qwen3-bf16.gguf qwen3-q8_0.gguf qwen3-q4_0.gguf
+
+llama-bench is llama.cpp's own program. A pair is a model of ours and GGUF files of a model with the same sizes, such as
+SDAR-1.7B and Qwen3-1.7B; random weights (scripts.eval make-checkpoint) take as long as trained ones. docs/results.md
+says how to build the program and the files.
+
+A pass computes N positions of one request behind 128 others. Here it is an engine's step over the N masks of a block,
+which computes the head for all of them and fills at least one; llama.cpp computes the head for the last position alone.
+In each round both sides take their turns with each number of threads, and the fastest pass of all rounds counts.
+Milliseconds by the clock; the last column divides our fastest format by the fastest one of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from scripts.arguments import model_directory, number_from
+from scripts.bench.decode import FORMATS, format_options
+from scripts.bench.machine import describe_machine
+
+if TYPE_CHECKING:
+    from lopa_ascend import LLM
+
+CONTEXT = 128
+"""Positions before those of the pass: a page, so that the prefix cache holds them."""
+PASSES = 3
+"""Passes of a kind in a round."""
+MOST_SECONDS = 600
+"""Of a call of llama-bench."""
+
+
+class Kind(NamedTuple):
+    """What is measured by itself."""
+
+    side: str
+    """"ours" or "llama.cpp"."""
+    name: str
+    """The number format, or what llama-bench calls the model."""
+    threads: int
+    positions: int
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    all_threads = os.cpu_count() or 1
+    parser.add_argument("llama_bench", type=Path, metavar="LLAMA_BENCH", help="llama.cpp's program")
+    parser.add_argument(
+        "--pair",
+        nargs="+",
+        action="append",
+        required=True,
+        metavar=("MODEL", "GGUF"),
+        help="a model of ours and GGUF files to set beside it; may be given several times",
+    )
+    parser.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=FORMATS[1:], help=f"ours (default: {' '.join(FORMATS[1:])})"
+    )
+    for name, default, text in (
+        ("--positions", [1, 4, 8, 16, 32], "positions of a pass"),
+        ("--threads", sorted({1, min(2, all_threads), all_threads}), "threads of both sides"),
+    ):
+        shown = " ".join(map(str, default))
+        parser.add_argument(
+            name, type=number_from(1), nargs="+", default=default, metavar="N", help=f"{text} (default: {shown})"
+        )
+    parser.add_argument("--rounds", type=number_from(1), default=3, metavar="N", help="of both sides (default: 3)")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+
+
+def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Measures and prints what the command line asks for."""
+    from lopa_ascend.checkpoint import CheckpointError
+    from lopa_ascend.config import ConfigError, ParameterError
+
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded: llama.cpp has the cores for itself
+    if any(len(pair) < 2 for pair in args.pair):
+        parser.error("argument --pair: a model of ours and at least one GGUF file")
+    models = []
+    try:
+        for model, *files in args.pair:
+            models.append({"model": model, "times": measure(model_directory(model), files, args)})
+    except (CheckpointError, ConfigError, ParameterError, RuntimeError, OSError, argparse.ArgumentTypeError) as error:
+        parser.error(str(error))
+    report = {"machine": describe_machine(), "llama.cpp": version(args.llama_bench, args.pair[0][1:]), "models": models}
+    print(json.dumps(report)) if args.json else print_tables(report)
+    return 0
+
+
+def measure(model: Path, files: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The fastest pass of each kind.
+
+    Raises:
+        RuntimeError: the model computes other positions in a pass than those of a block, or llama-bench has failed.
+    """
+    import torch
+
+    from lopa_ascend import LLM
+
+    settings = {"max_model_len": 2 * CONTEXT, "max_num_seqs": 1, "threads": max(args.threads)}
+    llms = {name: LLM(model, **settings, **format_options(name)) for name in args.formats}
+    fastest: dict[Kind, float] = {}
+    for _ in range(args.rounds):
+        for threads in args.threads:
+            torch.set_num_threads(threads)
+            found = [
+                (Kind("ours", name, threads, count), seconds)
+                for name, llm in llms.items()
+                for count in args.positions
+                for seconds in own_passes(llm, model, count)
+            ]
+            for file in files:
+                found += llama_passes(args.llama_bench, file, threads, args.positions)
+            for kind, seconds in found:
+                fastest[kind] = min(seconds, fastest.get(kind, seconds))
+    for llm in llms.values():
+        llm.close()
+    return [{**kind._asdict(), "seconds": seconds} for kind, seconds in fastest.items()]
+
+
+def own_passes(llm: LLM, model: Path, positions: int) -> Iterator[float]:
+    """Seconds of passes over a block of masks."""
+    from lopa_ascend import DecodingParams
+    from lopa_ascend.config.combinations import fitting_defaults
+    from lopa_ascend.core import Request
+    from lopa_ascend.families import recommended_decoding
+    from scripts.bench.prompts import text_prompts
+
+    options = {"decoding": "d2f", "block_size": positions, "max_new_tokens": positions, "ignore_eos": True}
+    params = DecodingParams(**{**fitting_defaults(recommended_decoding(model), options), **options})
+    [prompt] = text_prompts(llm, 1, CONTEXT)
+    llm.generate([prompt], params, quiet=True)  # keeps the prompt in the prefix cache
+    for _ in range(PASSES):
+        llm.engine.add(Request("pass", tuple(prompt), params))
+        started = time.perf_counter()
+        [update] = llm.engine.step()
+        seconds = time.perf_counter() - started
+        llm.engine.abort("pass")
+        if update.model_tokens != positions:
+            raise RuntimeError(f"{model}: a pass over {positions} masks computes {update.model_tokens} positions")
+        yield seconds
+
+
+def llama_passes(program: Path, file: str, threads: int, positions: Sequence[int]) -> Iterator[tuple[Kind, float]]:
+    """Kinds and seconds of llama.cpp's passes.
+
+    Raises:
+        RuntimeError: it has failed.
+    """
+    options = {"-m": file, "-n": 0, "-p": ",".join(map(str, positions)), "-d": CONTEXT, "-t": threads, "-r": PASSES}
+    for one in llama_bench(program, options):
+        for nanoseconds in one["samples_ns"]:
+            yield Kind("llama.cpp", one["model_type"], threads, one["n_prompt"]), nanoseconds / 1e9
+
+
+def llama_bench(program: Path, options: dict[str, object]) -> list[dict[str, Any]]:
+    """What llama-bench prints as JSON."""
+    command = [str(program), "-o", "json", *(str(part) for option in options.items() for part in option)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {ended.stderr.strip()[-1000:]}")
+    found: list[dict[str, Any]] = json.loads(ended.stdout)
+    return found
+
+
+def version(program: Path, files: Sequence[str]) -> str:
+    """The commit and the backends of llama.cpp."""
+    [one] = llama_bench(program, {"-m": files[0], "-n": 0, "-p": 1, "-r": 1})
+    return f"{one['build_commit']}, {one['backends']}"
+
+
+def print_tables(report: dict[str, Any]) -> None:
+    """Prints a table in Markdown for each model."""
+    machine = report["machine"]
+    versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items())
+    print(f"{machine['processor']}, {machine['cores']} cores; {versions}; llama.cpp {report['llama.cpp']}")
+    for model in report["models"]:
+        times = {Kind(**{key: one[key] for key in Kind._fields}): one["seconds"] for one in model["times"]}
+        columns = list(dict.fromkeys((kind.side, kind.name) for kind in times))
+        columns.sort(key=lambda column: column[0] != "ours")
+        names = ["threads", "positions", *(f"{side}: {name}" for side, name in columns), "ours / llama.cpp"]
+        print(f"\n{Path(model['model']).name}, ms of a pass:\n\n| {' | '.join(names)} |\n{'|---' * len(names)}|")
+        for threads, positions in dict.fromkeys((kind.threads, kind.positions) for kind in times):
+            row = {column: times[Kind(*column, threads, positions)] for column in columns}
+            best = [min(row[column] for column in columns if column[0] == side) for side in ("ours", "llama.cpp")]
+            cells = [str(threads), str(positions), *(f"{1000 * seconds:.1f}" for seconds in row.values())]
+            print(f"| {' | '.join(cells)} | {best[0] / best[1]:.2f} |")
