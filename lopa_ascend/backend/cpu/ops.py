@@ -130,8 +130,8 @@ class CpuOps:
         return (out if bias is None else out.add_(bias.float())).to(dtype)
 
     def stored_experts(self, experts: Experts) -> Experts:
-        matrices = {"gate_up": experts.gate_up, "down": experts.down}
-        return replace(experts, **{name: in_blocks(w) for name, w in matrices.items() if self._has_blocks(w)})
+        gate_up, down = (in_blocks(w) if self._has_blocks(w) else w for w in (experts.gate_up, experts.down))
+        return replace(experts, gate_up=gate_up, down=down)
 
     def moe(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
         if shared is not None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -239,7 +240,7 @@ def experts_trial(
 
 def stored(experts: Experts, ops: Ops) -> Experts:
     """Experts of the CPU as a device takes them."""
-    tensors = {name: x.to(ops.device) for name, x in vars(experts).items() if isinstance(x, Tensor)}
+    tensors: dict[str, Any] = {name: x.to(ops.device) for name, x in vars(experts).items() if isinstance(x, Tensor)}
     return ops.stored_experts(replace(experts, **tensors))
 
 
