@@ -87,7 +87,9 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         for model, *files in args.pair:
             models.append({"model": model, "times": measure(model_directory(model), files, args)})
-    except (CheckpointError, ConfigError, ParameterError, RuntimeError, OSError, argparse.ArgumentTypeError) as error:
+    except (subprocess.TimeoutExpired, argparse.ArgumentTypeError, CheckpointError, ConfigError) as error:
+        parser.error(str(error))
+    except (ParameterError, RuntimeError, OSError) as error:
         parser.error(str(error))
     report = {"machine": describe_machine(), "llama.cpp": version(args.llama_bench, args.pair[0][1:]), "models": models}
     print(json.dumps(report)) if args.json else print_tables(report)

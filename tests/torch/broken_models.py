@@ -78,9 +78,9 @@ BROKEN_MODELS: dict[str, tuple[Change, str, str]] = {
     "MLP bias": (fields(CONFIG, mlp_bias=True), CONFIG, "mlp_bias is True, expected False"),
     "attention bias: text": (fields(CONFIG, attention_bias="yes"), CONFIG, "attention_bias is 'yes', expected true or"),
     "quantised": (
-        fields(CONFIG, quantization_config={"quant_method": "gptq", "bits": 4}),
+        fields(CONFIG, quantization_config={"quant_method": "aqlm", "bits": 4}),
         CONFIG,
-        "quantization_config is {'bits': 4, 'quant_method': 'gptq'}, expected None",
+        "quantization_config is {'bits': 4, 'quant_method': 'aqlm'}, expected None",
     ),
     "sliding: switched on": (fields(CONFIG, use_sliding_window=True), CONFIG, "use_sliding_window is True, expected"),
     "sliding: by layer": (
