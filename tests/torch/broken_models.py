@@ -80,7 +80,7 @@ BROKEN_MODELS: dict[str, tuple[Change, str, str]] = {
     "quantised": (
         fields(CONFIG, quantization_config={"quant_method": "aqlm", "bits": 4}),
         CONFIG,
-        "quantization_config is {'bits': 4, 'quant_method': 'aqlm'}, expected None",
+        "quantization_config is {'bits': 4, 'quant_method': 'aqlm'}, expected one whose quant_method is",
     ),
     "sliding: switched on": (fields(CONFIG, use_sliding_window=True), CONFIG, "use_sliding_window is True, expected"),
     "sliding: by layer": (
