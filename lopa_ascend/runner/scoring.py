@@ -114,6 +114,11 @@ class Scorer:
             return shard_scores(logits, scoring, positions, job.round, first_token_id, limit, bans)
         mask, end = scoring.mask - first_token_id, scoring.num_token_ids - first_token_id
         stats = kernel(logits, mask, end, scoring.confidence == "neg_entropy")
+        if scoring.runner_up:
+            others = logits.scatter(1, stats[:, -1:].long(), -torch.inf)
+            second = kernel(others, mask, end, False)[:, 2:]
+            stats = torch.cat([stats[:, :-1], second[:, :1], stats[:, -1:], second[:, 1:]], 1)
+        stats[:, -1 - scoring.runner_up :] += first_token_id
         if bans is not None and len(rows := bans.rows):  # the kernel knows none
             if len(rows) == 1:  # never a single row, as in `_score_rows`
                 rows = rows.repeat(2)

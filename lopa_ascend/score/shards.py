@@ -148,8 +148,8 @@ def columns(scoring: Scoring) -> tuple[str, ...]:
 
 
 def is_plain(scoring: Scoring) -> bool:
-    """Whether the statistics are those that ``Ops.shard_stats`` makes."""
-    is_greedy = not (scoring.temperature or scoring.truncated or scoring.runner_up)
+    """Whether the statistics are made of those of ``Ops.shard_stats``."""
+    is_greedy = not (scoring.temperature or scoring.truncated)
     return is_greedy and scoring.confidence != "margin"
 
 

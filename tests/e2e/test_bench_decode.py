@@ -57,15 +57,21 @@ def test_the_work_of_the_linear_layers_is_what_they_compute(quantization: str | 
     write_dream(tmp_path)
     llm = LLM(tmp_path, quantization=quantization, enable_prefix_caching=False)
     rows: Counter[str] = Counter()
-    linear = Decoder._linear
+    linear, gated = Decoder._linear, Decoder._gated
 
     def counted(model: Decoder, x: Any, name: str) -> Tensor:
         out = linear(model, x, name)
-        rows[name] += out.shape[0] * model.weights[name + ".weight"].numel()
+        rows[name] += out.numel() * (x if isinstance(x, Tensor) else x[0]).shape[1]
+        return out
+
+    def counted_gated(model: Decoder, x: Any, name: str, reader: str) -> Any:
+        before, out = rows[name], gated(model, x, name, reader)
+        if rows[name] == before:  # int8: the product and SwiGLU are one op
+            rows[name] += len(x[0]) * model.config.hidden_size * 2 * model.config.intermediate_size
         return out
 
     params = DecodingParams(num_branches=2, max_new_tokens=32, window_attention="full", ignore_eos=True)
-    with mock.patch.object(Decoder, "_linear", counted):
+    with mock.patch.object(Decoder, "_linear", counted), mock.patch.object(Decoder, "_gated", counted_gated):
         parts = measure_parts(llm, lambda: llm.generate([PROMPT], params, quiet=True))
     products = parts.by_name["products"]
     last = llm.config.num_layers - 1

@@ -21,6 +21,7 @@ from lopa_ascend.kv.pages import pages_for
 from lopa_ascend.runner.scoring import HEAD_ROWS
 from tests.e2e.conftest import ROOT, running
 from tests.hub_standin import COMMITS, HeldRepository, large_repository, running_hub
+from tests.tiny import write_dream
 
 BY_NAME = """
 import sys
@@ -65,8 +66,9 @@ def test_a_server_and_llm_by_name(model_dir: Path, tmp_path: Path) -> None:
         assert (done.stdout, hub.asked) == ("org/model True\n", [])
 
 
-def test_what_the_fit_check_counts_is_what_the_engine_takes(model_dir: Path) -> None:
+def test_what_the_fit_check_counts_is_what_the_engine_takes(tmp_path: Path) -> None:
     assert fit.SCORED_ROWS == HEAD_ROWS
+    model_dir = write_dream(tmp_path / "tiny", hidden=128, intermediate=256)  # sizes that kernels do not pad
     with LLM(model_dir, tensor_parallel_size=1, quantization="w8a8", dtype="bfloat16", max_model_len=300) as llm:
         told = fit.check_fit("tiny", llm.engine.config, model_dir, (model_dir / "model.safetensors").stat().st_size)
         (report,) = llm.engine.ranks

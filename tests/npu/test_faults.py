@@ -127,7 +127,8 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("npu_scatter_pa_kv_cache", a_position_further, "kv_write"),
     ("npu_grouped_matmul", one_bad_expert, "experts of 32 tokens"),
     ("npu_moe_gating_top_k", without_bias, r"experts of \d+ tokens"),
-    ("npu_quant_matmul", one_wrong_output, "quant_linear of qkv"),
+    ("npu_quant_matmul", one_wrong_output, r"quant_linear of \w+"),
+    ("npu_dequant_swiglu_quant", first_row_off(kernels.dequant_swiglu_quant), "swiglu_quant|quant_swiglu"),
 ]
 
 
@@ -135,7 +136,7 @@ FAULTS: list[tuple[str, Any, str]] = [
 def test_a_wrong_kernel_beside_attention(kernel: str, wrong: Any, named: str) -> None:
     with (
         replaced(kernel, wrong),
-        pytest.raises(WrongKernelError, match=rf"NPU 0 of .*: {named} is wrong: the error is"),
+        pytest.raises(WrongKernelError, match=rf"NPU 0 of .*: ({named}) is wrong: the error is"),
     ):
         check_kernels(NpuOps(), LAYER)
 

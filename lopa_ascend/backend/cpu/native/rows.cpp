@@ -166,8 +166,9 @@ AVX512 void row_stats(const T* logits, int64 size, int64 mask, int64 limit, bool
   for (int i = 1; i < LANES; i++)
     if (values[i] > values[lane] || (values[i] == values[lane] && first[i] + i < first[lane] + lane)) lane = i;
   *stats++ = high;
-  *stats++ = high - high == 0 ? sum(total) : std::nanf("");
-  if (has_dot) *stats++ = sum(dot);
+  const auto finite = [](float x) { return x - x == 0 ? x : std::nanf(""); };
+  *stats++ = finite(high) == high ? sum(total) : std::nanf("");
+  if (has_dot) *stats++ = finite(sum(dot));
   *stats++ = values[lane];
   *stats++ = static_cast<float>(first[lane] + lane);
 }
