@@ -12,6 +12,8 @@ import torch
 from lopa_ascend.backend.cpu.products import takes_packed
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
+UNCAPPED = ("", "ALL", "DEFAULT")
+"""Values of ONEDNN_MAX_CPU_ISA that allow all instructions."""
 CPU_INFO = Path("/proc/cpuinfo")
 """Where Linux says who made the processor."""
 
@@ -26,15 +28,22 @@ def bfloat16_instructions() -> Bfloat16Instructions | None:
     """The fastest ones that this processor has and the caps of torch and oneDNN allow; None if there are none."""
     capability = torch.backends.cpu.get_cpu_capability()  # ATEN_CPU_CAPABILITY caps it
     cap = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
-    is_uncapped = cap in ("", "ALL", "DEFAULT")
+    is_uncapped = cap in UNCAPPED
     if not IS_X86 or capability not in ("AVX2", "AVX512"):
         return None
     if capability == "AVX2" or not (is_uncapped or cap.startswith("AVX512")):
         return Bfloat16Instructions.AVX2
-    if (is_uncapped or "AMX" in cap) and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
+    if _has_amx():
         return Bfloat16Instructions.AMX
     has_bfloat16 = torch.cpu._is_avx512_bf16_supported() and cap not in ("AVX512_CORE", "AVX512_CORE_VNNI")
     return Bfloat16Instructions.AVX512_BF16 if has_bfloat16 else Bfloat16Instructions.AVX512
+
+
+def _has_amx() -> bool:
+    """Whether this processor has AMX, the system grants its tiles, and oneDNN's cap allows it."""
+    cap = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    is_allowed = cap in UNCAPPED or "AMX" in cap
+    return is_allowed and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
 def emulated_dtypes() -> frozenset[torch.dtype]:
@@ -79,6 +88,4 @@ def int8_instructions() -> str | None:
         return None
     if capability == "AVX2" or not torch.cpu._is_vnni_supported():
         return "avx2"
-    onednn_cap = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
-    allows_amx = onednn_cap in ("ALL", "DEFAULT") or "AMX" in onednn_cap
-    return "amx" if allows_amx and torch.cpu._init_amx() else "vnni"
+    return "amx" if _has_amx() else "vnni"
