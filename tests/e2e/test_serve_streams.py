@@ -68,6 +68,10 @@ def lines_of(server: ServerProcess, route: str, **fields: Any) -> list[str]:
     return server.http.post(route, json=body).text.split("\n")
 
 
+def texts_of(lines: list[str]) -> str:
+    return "".join(re.findall(r'"(?:text|delta|content)":"((?:[^"\\]|\\.)*)"', "".join(lines)))
+
+
 @pytest.mark.parametrize("route", [*ASKED, *DIFFUSION])
 def test_a_stream_that_waits_has_comments_which_change_no_event(
     server: ServerProcess, impatient: ServerProcess, route: str
@@ -79,10 +83,9 @@ def test_a_stream_that_waits_has_comments_which_change_no_event(
     first_text = next(number for number, line in enumerate(lines) if re.search('"(text|delta|content)":"[^"]', line))
     assert COMMENT in lines[:first_text]
     assert all(lines[number + 1] == "" for number, line in enumerate(lines) if line == COMMENT)
-    data = [line for line in lines if line.startswith(("data: {", "event:"))]
     silent = lines_of(server, route)
     assert COMMENT not in silent  # after 15 s
-    assert len(data) == len([line for line in silent if line.startswith(("data: {", "event:"))])
+    assert texts_of(lines) == texts_of(silent)  # in more or fewer pieces, by how busy the machine is
 
 
 def test_clients_read_streams_with_comments(impatient: ServerProcess):
