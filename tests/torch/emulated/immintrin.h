@@ -62,7 +62,6 @@ static inline void _mm_storeu_si128(__m128i* out, __m128i x) { std::memcpy(out, 
 
 static inline __m256 _mm256_load_ps(const void* x) { return from_memory<__m256>(x); }
 static inline __m256i _mm256_load_si256(const __m256i* x) { return from_memory<__m256i>(x); }
-static inline __m512i _mm512_loadu_si512(const void* x) { return from_memory<__m512i>(x); }
 static inline void _mm256_store_ps(void* out, __m256 x) { std::memcpy(out, &x, sizeof x); }
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
@@ -291,36 +290,12 @@ static inline __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int quarters) {
   return out;
 }
 
-// ---- tiles ----------------------------------------------------------------------------------------------------------
-
-struct Tiles {
-  std::uint8_t rows[8];
-  float numbers[8][16][16];  // a row has 64 bytes
-};
-static inline Tiles& tiles() {
-  static thread_local Tiles found;
-  return found;
-}
-static inline void _tile_loadconfig(const void* shape) {
-  std::memcpy(tiles().rows, static_cast<const std::uint8_t*>(shape) + 48, 8);
-}
-static inline void _tile_release() {}
-static inline void _tile_zero(int tile) { std::memset(tiles().numbers[tile], 0, sizeof tiles().numbers[tile]); }
-static inline void _tile_loadd(int tile, const void* from, long stride) {
-  for (int row = 0; row < tiles().rows[tile]; row++)
-    std::memcpy(tiles().numbers[tile][row], static_cast<const char*>(from) + row * stride, 64);
-}
-static inline void _tile_stored(int tile, void* to, long stride) {
-  for (int row = 0; row < tiles().rows[tile]; row++)
-    std::memcpy(static_cast<char*>(to) + row * stride, tiles().numbers[tile][row], 64);
-}
 static inline void _tile_dpbf16ps(int sums, int left, int right) {
-  for (int row = 0; row < tiles().rows[left]; row++)
+  for (int row = 0; row < tiles.rows[left]; row++)
     for (int pair = 0; pair < 16; pair++) {
-      std::int32_t word;
-      std::memcpy(&word, &tiles().numbers[left][row][pair], 4);
-      const __m512bh columns = from_memory<__m512bh>(tiles().numbers[right][pair]);
-      const __m512 sum = from_memory<__m512>(tiles().numbers[sums][row]);
-      _mm512_store_ps(tiles().numbers[sums][row], _mm512_dpbf16_ps(sum, columns, (__m512bh)_mm512_set1_epi32(word)));
+      const auto word = from_memory<std::int32_t>(tiles.data[left][row] + 4 * pair);
+      const __m512bh columns = from_memory<__m512bh>(tiles.data[right][pair]);
+      const __m512 sum = from_memory<__m512>(tiles.data[sums][row]);
+      _mm512_store_ps(tiles.data[sums][row], _mm512_dpbf16_ps(sum, columns, (__m512bh)_mm512_set1_epi32(word)));
     }
 }
