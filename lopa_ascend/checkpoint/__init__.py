@@ -93,7 +93,7 @@ def load(
         dtypes: by name in the checkpoint, the dtype of each tensor; None: all have ``dtype``.
         device: where the weights go.
         shard: which part to load; the rest of the files is not read. None: the whole model.
-        layers: those that are quantised. Ignored if the checkpoint stores quantised layers.
+        layers: the linear layers to quantise. Ignored if the checkpoint stores quantised layers.
 
     Returns:
         The config of the whole model, whose ``dtype`` is that of the weights; and the weights by our names, as the
@@ -144,7 +144,7 @@ def _rank_tensors(
         checkpoint: what to load.
         slices: the rank's, of the tensors as the checkpoint has them.
         lora: directory of a PEFT LoRA adapter; None for no adapter.
-        layers: those that are quantised in the result.
+        layers: the linear layers that are quantised in the result.
 
     Raises:
         CheckpointError: the adapter cannot be merged.

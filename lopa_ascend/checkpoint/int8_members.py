@@ -102,7 +102,7 @@ def split_members(
 
 
 def _taken(module: str, members: dict[str, Member], headers: dict[str, Header], source: Path) -> dict[str, Header]:
-    """Takes the members of a layer out of ``headers``; those that are read."""
+    """Takes the members of a layer out of ``headers``, and returns the ones whose tensors are read."""
     taken = {}
     for part, member in members.items():
         name = f"{module}.{part}"

@@ -2,7 +2,7 @@
 serves. ``python -m scripts.eval answers`` writes such a file.
 
 Rounding may decide a near-tie in another way on another device. So only the first ``exact`` tokens of an answer are
-compared; whoever writes the file says how many that are.
+compared. The file says how many.
 """
 
 from __future__ import annotations

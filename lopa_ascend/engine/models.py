@@ -157,7 +157,7 @@ def _check_stored(config: EngineConfig, found: checkpoint.Checkpoint, layers: Qu
     Raises:
         CheckpointError: an adapter cannot be merged into quantised weights.
         ParameterError: the device or the graph mode cannot run such layers, layers are excluded that are quantised, or
-            others bits are asked for.
+            another number of bits is asked for.
     """
     kind = f"int{layers.bits}"
     if layers.group_size:

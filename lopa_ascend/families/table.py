@@ -219,7 +219,7 @@ class Tensors:
 
         Args:
             item_size: bytes of a float.
-            layers: those that are quantised.
+            layers: the quantised linear layers.
         """
         total = 0
         for spec in self.specs.values():
@@ -253,7 +253,7 @@ class Tensors:
         """Refuses a split after which groups of int4 weights would lie on two ranks, and experts in int4.
 
         Args:
-            layers: those that are quantised.
+            layers: the quantised linear layers.
             ranks: that split the model.
             sizes: the numbers of ranks that can split it otherwise.
 

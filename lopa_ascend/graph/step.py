@@ -68,7 +68,7 @@ class DecodeStep:
 
     def hidden(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int] | Tensor) -> tuple[policy.Rows, Tensor]:
         """The part of the step before the scores: the branches, and the hidden states [T, hidden] that predict the
-        cells of those that this rank computes."""
+        cells of this rank's branches."""
         (launch, params, inputs), constants, storage, (k_caches, v_caches) = unflatten(tensors)
         state = policy.unpack_state(storage.states, launch, self._max_cells)
         rows = policy.branch_rows(state, launch, params, constants)

@@ -56,7 +56,7 @@ def _stream(words: Tensor, words_of_tile: int) -> Tensor:
 
 
 class IntegerOps(CpuOps):
-    """``Ops`` on a CPU whose linear layers of int8 activations the kernels compute, and everything else torch.
+    """``Ops`` on a CPU whose linear layers of int8 activations the kernels compute, and the rest ``CpuOps``.
 
     Args:
         kernels: of this processor.

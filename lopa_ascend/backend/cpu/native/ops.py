@@ -159,19 +159,8 @@ class NativeOps(IntegerOps):
         out, (lengths, kv_lengths, causal, tables, pairs) = q.new_empty(tokens, heads * dim), entry_arguments(entries)
         self._kernels.call(
             "lopa_attention",
-            *(
-                q,
-                q.stride(0),
-                k_cache,
-                v_cache,
-                out,
-                lengths,
-                kv_lengths,
-                causal,
-                len(lengths),
-                tables,
-                tables.shape[1],
-            ),
+            *(q, q.stride(0), k_cache, v_cache, out),
+            *(lengths, kv_lengths, causal, len(lengths), tables, tables.shape[1]),
             *(numbers(*k_cache.stride()[:3], *v_cache.stride()[:3]), heads, k_cache.shape[2], dim),
             *(1 / math.sqrt(dim), is_wide(q)),
             work=pairs * heads * dim // LANES,
