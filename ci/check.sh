@@ -60,6 +60,8 @@ stage format ruff format --check
 stage ruff ruff check
 stage imports lint-imports --no-logo
 stage shellcheck shell_scripts
+stage size python -m ci.size --check
+stage spread python -m ci.spread --check
 
 # types: what mypy says, and at its end how long it took.
 types() {

@@ -2,8 +2,11 @@
 
     python -m ci.size                    the work tree
     python -m ci.size --base COMMIT      a commit, the work tree, and the difference
+    python -m ci.size --check            fails if the work tree is larger than ci/sizes.json says
+    python -m ci.size --record           writes ci/sizes.json
 
-Prints a Markdown table. "text" are lines of templates and of other text that is neither code nor data.
+Prints a Markdown table. "text" are lines of templates and of other text that is neither code nor data. A commit that
+lets a room grow records it, and says why in its message.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import argparse
 import io
 import json
 import subprocess
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +28,8 @@ COLUMNS = {"py": (".py",), "cpp": (".cpp", ".c", ".h"), "sh": (".sh",), "text": 
 """By column, the endings of the files that are counted in it."""
 SURFACE = "tests/data/public_surface.json"
 """The file in which the flags and parameters are listed."""
+RECORD = "ci/sizes.json"
+"""The sizes that nothing may exceed, and the commit on which they were recorded."""
 NO_SETTING = {"-h", "--help-all", "--version"}
 
 Sizes = dict[str, Counter[str]]
@@ -91,17 +97,61 @@ def cell(now: int, then: int) -> str:
     return f"{then:,} > {now:,} ({now - then:+,})"
 
 
-def main() -> None:
+def limited(sizes: Sizes, settings: Counter[str]) -> dict[str, int]:
+    """What may not grow unsaid: lines of the rooms of the library and of scripts/, words of documents, settings."""
+    rooms = {
+        room: columns["py"] + columns["cpp"]
+        for room, columns in sorted(sizes.items())
+        if room.startswith(("lopa_ascend", "scripts")) and columns["py"]
+    }
+    return {**rooms, "words of documents": sizes["all"]["words"], **settings}
+
+
+def grown(now: dict[str, int], recorded: dict[str, int]) -> list[str]:
+    """What exceeds the record, in words."""
+    return [
+        f"{name}: {recorded.get(name, 0):,} recorded, {number:,} now"
+        for name, number in now.items()
+        if number > recorded.get(name, 0)
+    ]
+
+
+def check_record() -> int:
+    """The exit status."""
+    recorded = json.loads((ROOT / RECORD).read_text(encoding="utf-8"))["sizes"]
+    found = grown(limited(*count(None)), recorded)
+    if found:
+        print("\n".join(found), file=sys.stderr)
+        advice = "shorten it, or run python -m ci.size --record and say in the commit's message why it must grow"
+        print(f"larger than {RECORD}: {advice}", file=sys.stderr)
+    return int(bool(found))
+
+
+def write_record() -> None:
+    since = _git("rev-parse", "HEAD").decode().strip()
+    text = json.dumps({"since": since, "sizes": limited(*count(None))}, indent=1)
+    (ROOT / RECORD).write_text(f"{text}\n", encoding="utf-8")
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.size", description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--base", metavar="COMMIT", help="compare the work tree with this commit")
-    base: str | None = parser.parse_args().base
+    parser.add_argument("--check", action="store_true", help=f"compare the work tree with {RECORD} alone")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD}")
+    arguments = parser.parse_args()
+    if arguments.record:
+        write_record()
+    if arguments.check or arguments.record:
+        return check_record()
+    base: str | None = arguments.base
     before, settings_before = count(base) if base is not None else (None, None)
     after, settings = count(None)
     print(table(after, before))
     for name, number in settings.items():
         print(f"\n{name}: {cell(number, number if settings_before is None else settings_before[name])}", end="")
     print()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,15 +6,20 @@
     python -m ci.spread --own decode MERGE   the change belongs to decode/
     python -m ci.spread --hotspots 300       files by commits x lines, of the last 300 commits to the library
     python -m ci.spread --hotspots COMMIT    of those since COMMIT
+    python -m ci.spread --check              fails if a commit since ci/sizes.json was recorded spreads too far unsaid
 
 A room is a folder of lopa_ascend/ or of lopa_ascend/serve/; the modules at the top are the room "top". A change belongs
 to the room that gets most of its added lines. A hunk is a run of changed lines. What was only renamed is not touched.
+A commit that adds more lines than it removes and touches more than 12 files or 4 rooms outside its own says why in a
+line "Rooms: ...".
+
 Prints Markdown tables; one change is listed by room, with its hunks in each file.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -27,6 +32,8 @@ from lopa_ascend.config.settings import HelpFormatter
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = "lopa_ascend"
 DIFF = ("diff", "-M", "-U0", "--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/")
+MOST_FILES, MOST_ROOMS = 12, 4
+"""That a commit may touch outside its own room without a reason."""
 Row = list[object]
 
 
@@ -78,6 +85,33 @@ def rooms_of(change: Change) -> list[Row]:
     return [[room, change.added[room], ", ".join(files)] for room, files in sorted(texts.items())]
 
 
+def unexplained() -> int:
+    """Checks the commits since the record of sizes. The exit status."""
+    since = json.loads((ROOT / "ci" / "sizes.json").read_text(encoding="utf-8"))["since"]
+    known = subprocess.run(["git", "merge-base", "--is-ancestor", since, "HEAD"], cwd=ROOT, capture_output=True)
+    if known.returncode:
+        print(f"not checked: this copy has no history since {since[:8]}")
+        return 0
+    wide = []
+    for commit in _git("rev-list", "--no-merges", f"{since}..HEAD").split():
+        _, own, _, files, rooms, _ = row(commit, read([commit]), None)
+        assert isinstance(files, int)
+        assert isinstance(rooms, int)
+        if (files > MOST_FILES or rooms > MOST_ROOMS) and _grows(commit):
+            message = _git("log", "-1", "--format=%B", commit)
+            if not re.search(r"^Rooms: \S", message, flags=re.M):
+                wide.append(f"{commit[:8]} of {own}: {files} files in {rooms} rooms: {message.splitlines()[0]}")
+    if wide:
+        print("\n".join(wide), file=sys.stderr)
+        print('commits that spread far; say why in a line "Rooms: ..." of their messages', file=sys.stderr)
+    return int(bool(wide))
+
+
+def _grows(commit: str) -> bool:
+    counts = re.findall(r"^(\d+)\t(\d+)\t", _git("show", "--numstat", "--format=", commit, "--", LIBRARY), flags=re.M)
+    return sum(int(added) - int(removed) for added, removed in counts) > 0
+
+
 def hotspots(since: str) -> list[Row]:
     """Files of the work tree, the highest product first."""
     commits: Counter[str] = Counter()
@@ -98,19 +132,22 @@ def table(head: Row, rows: list[Row]) -> str:
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.spread", description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("changes", nargs="*", metavar="RANGE_OR_MERGE", help="commits or ranges, as git names them")
     parser.add_argument("--own", metavar="ROOM", help="the room that the changes belong to, such as serve/api")
     parser.add_argument("--hotspots", metavar="N|COMMIT", help="list files by commits x lines instead")
+    parser.add_argument("--check", action="store_true", help="check the commits since ci/sizes.json was recorded")
     asked = parser.parse_args()
-    if bool(asked.changes) == bool(asked.hotspots):
-        parser.error("name changes, or use --hotspots")
+    if sum(map(bool, (asked.changes, asked.hotspots, asked.check))) != 1:
+        parser.error("name changes, or use --hotspots or --check")
+    if asked.check:
+        return unexplained()
     if asked.own and asked.own != "top" and not (ROOT / LIBRARY / asked.own).is_dir():
         parser.error(f"--own: there is no {LIBRARY}/{asked.own}")
     if asked.hotspots:
         print(table(["file", "commits", "lines", "commits x lines"], hotspots(asked.hotspots)[:25]))
-        return
+        return 0
     rows = [row(change, read([change]), asked.own) for change in asked.changes]
     together = read(asked.changes)
     if len(rows) > 1:
@@ -118,7 +155,8 @@ def main() -> None:
     print(table(["change", "own room", "its files", "files outside", "rooms", "hunks"], rows))
     if len(rows) == 1:
         print("\n" + table(["room", "lines added", "files, and the hunks of each"], rooms_of(together)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

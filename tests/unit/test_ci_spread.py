@@ -107,3 +107,27 @@ def test_what_is_not_there_is_refused(history, monkeypatch, capsys):
         with pytest.raises(SystemExit) as error:
             printed(monkeypatch, capsys, *arguments)
         assert error.value.code
+
+
+def test_a_commit_that_spreads_far_says_why(git, tmp_path: Path, monkeypatch, capsys):
+    rooms = ("decode", "engine", "graph", "kv", "model", "text")
+    write(tmp_path, {f"{room}/a.py": "1\n" for room in rooms})
+    git("add", ".")
+    git("commit", "-qm", "first")
+    (tmp_path / "ci").mkdir()
+    record = tmp_path / "ci" / "sizes.json"
+    record.write_text(f'{{"since": "{git("rev-parse", "HEAD")}"}}')
+    monkeypatch.setattr(sys, "argv", ["spread", "--check"])
+
+    write(tmp_path, {f"{room}/a.py": "2\n" for room in rooms})
+    git("commit", "-qam", "a change that adds nothing")
+    assert spread.main() == 0
+    write(tmp_path, {f"{room}/a.py": "2\n3\n" for room in rooms})
+    git("commit", "-qam", "a feature")
+    assert spread.main() == 1
+    assert "5 files in 5 rooms: a feature" in capsys.readouterr().err
+    git("commit", "-q", "--amend", "-m", "a feature\n\nRooms: each has its own form of it")
+    assert spread.main() == 0
+    record.write_text('{"since": "0123456789"}')
+    assert spread.main() == 0
+    assert "not checked" in capsys.readouterr().out
