@@ -25,7 +25,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
 import lopa_ascend
-from lopa_ascend.config import DecodingParams, EngineConfig, Limits
+from lopa_ascend.admission import Limits
+from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.config.decodings import all_decodings
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.serve.app import create_app

@@ -14,7 +14,6 @@ from lopa_ascend.config.engine import (
 )
 from lopa_ascend.config.errors import ContextLengthError, ParameterError, context_length
 from lopa_ascend.config.files import ConfigError
-from lopa_ascend.config.limits import Limits
 from lopa_ascend.config.model import ExpertsConfig, ModelConfig, YarnConfig
 from lopa_ascend.config.parameters import MIN_TEMPERATURE
 from lopa_ascend.config.presets import Preset, find_preset, presets
@@ -31,7 +30,6 @@ __all__ = [
     "ExpertsConfig",
     "GraphParams",
     "GraphSupport",
-    "Limits",
     "ModelConfig",
     "YarnConfig",
     "ParameterError",

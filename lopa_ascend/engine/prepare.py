@@ -8,10 +8,11 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lopa_ascend.admission import Limits
 from lopa_ascend.backend import find_device
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.checkpoint import with_dtype
-from lopa_ascend.config import DecodingParams, EngineConfig, Limits, ModelConfig, ParameterError
+from lopa_ascend.config import DecodingParams, EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.answers import Answer, read_answers
 from lopa_ascend.engine.models import ModelSource, open_model

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from lopa_ascend.config import Limits
+from lopa_ascend.admission import Limits
 from lopa_ascend.core import Request, Sequence, Step
 from lopa_ascend.engine.turns import MAX_PREFILL_TOKENS, Pieces, Prompt, Turns
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, worst_case

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from lopa_ascend.config import Limits
+from lopa_ascend.admission import Limits
 from lopa_ascend.config.parameters import AUTO_REQUESTS
 from lopa_ascend.core import Result, Sequence, Step
 from lopa_ascend.graph.executor import GraphExecutor

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from lopa_ascend.admission import check_decoding
 from lopa_ascend.config import (
     ConfigError,
     DecodingParams,
@@ -27,7 +28,6 @@ from lopa_ascend.config import (
 )
 from lopa_ascend.config.files import MAX_DEPTH, read_text, repeated, shown
 from lopa_ascend.config.kinds import AnyText, Boolean, Strings, Words
-from lopa_ascend.config.limits import check_decoding
 from lopa_ascend.config.presets import LIST, find_preset, presets_text
 from lopa_ascend.config.removed import instead_of
 from lopa_ascend.config.settings import HelpFormatter

@@ -9,7 +9,8 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from lopa_ascend.config import Limits, ParameterError
+from lopa_ascend.admission import Limits
+from lopa_ascend.config import ParameterError
 from lopa_ascend.serve.api.chat import Message
 from lopa_ascend.serve.api.fields import HARMLESS_TEMPLATE, INSTEAD
 from lopa_ascend.serve.api.messages import MessagesRequest, TokenCount

@@ -16,7 +16,8 @@ import zmq
 import zmq.asyncio
 from ray import serve
 
-from lopa_ascend.config import EngineConfig, Limits
+from lopa_ascend.admission import Limits
+from lopa_ascend.config import EngineConfig
 from lopa_ascend.core import Request
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.commands import Abort

@@ -8,7 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lopa_ascend.config import DecodingParams, Limits
+from lopa_ascend.admission import Limits
+from lopa_ascend.config import DecodingParams
 from lopa_ascend.core import Request, Sequence, Step
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.strategy import SequenceStart

@@ -45,7 +45,7 @@ def test_layers_are_as_designed():
         {"runner"},
         {"graph"},
         {"hub"},
-        {"model", "score", "core"},
+        {"model", "score", "core", "admission"},
         {"parallel"},
         {"backend", "checkpoint", "text", "decode"},
         {"families"},
@@ -66,6 +66,7 @@ def test_policy_contract_names_every_pure_module():
         "engine.scheduler",
         "engine.turns",
         "core",
+        "admission",
         "text",
     )
     assert [f"lopa_ascend.{name}" for name in names] == PURE

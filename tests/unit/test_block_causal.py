@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopa_ascend.config import DecodingParams, Limits, ParameterError
+from lopa_ascend.admission import Limits
+from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.config.errors import ContextLengthError
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.strategy import SequenceStart

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lopa_ascend.config import DecodingParams, Limits, ParameterError, decodings
+from lopa_ascend.admission import Limits
+from lopa_ascend.config import DecodingParams, ParameterError, decodings
 from lopa_ascend.decode import begin, register_decoding
 from lopa_ascend.decode.block_pipeline import BlockPipeline
 from lopa_ascend.decode.canvas import Parallel

@@ -17,7 +17,8 @@ from starlette import requests
 from starlette.requests import ClientDisconnect
 
 from lopa_ascend import core
-from lopa_ascend.config import DecodingParams, Limits, decoding
+from lopa_ascend.admission import Limits
+from lopa_ascend.config import DecodingParams, decoding
 from lopa_ascend.config.combinations import check_combinations
 from lopa_ascend.serve import endpoint as answering
 from lopa_ascend.serve.api.completions import CompletionRequest

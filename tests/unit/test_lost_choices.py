@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from lopa_ascend.config import DecodingParams, Limits
+from lopa_ascend.admission import Limits
+from lopa_ascend.config import DecodingParams
 from lopa_ascend.core import Request
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.api_error import ApiError

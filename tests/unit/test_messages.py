@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopa_ascend.config import DecodingParams, Limits, ParameterError
+from lopa_ascend.admission import Limits
+from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.core import Request
 from lopa_ascend.serve.api.messages import SIGNATURE, MessageObject, MessagesRequest, MessageWriter
 from lopa_ascend.serve.api.request import Planner

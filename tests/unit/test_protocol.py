@@ -11,7 +11,8 @@ import pytest
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 
-from lopa_ascend.config import ContextLengthError, DecodingParams, Limits, ParameterError
+from lopa_ascend.admission import Limits
+from lopa_ascend.config import ContextLengthError, DecodingParams, ParameterError
 from lopa_ascend.config.kinds import MAX_TOKEN_IDS
 from lopa_ascend.core import Request
 from lopa_ascend.serve.api.chat import ChatRequest

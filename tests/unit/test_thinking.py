@@ -15,7 +15,8 @@ from openai.types.chat import ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from lopa_ascend.config import DecodingParams, Limits, ParameterError
+from lopa_ascend.admission import Limits
+from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.decode.strategy import SequenceStart

@@ -14,7 +14,8 @@ from openai.types.chat import ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from lopa_ascend.config import Limits, ParameterError
+from lopa_ascend.admission import Limits
+from lopa_ascend.config import ParameterError
 from lopa_ascend.core import Request
 from lopa_ascend.serve.api.chat import ChatRequest
 from lopa_ascend.serve.api.completions import CompletionRequest

@@ -10,10 +10,10 @@ from unicodedata import normalize
 
 from pydantic import Field
 
+from lopa_ascend.admission import Limits
 from lopa_ascend.config import (
     ContextLengthError,
     DecodingParams,
-    Limits,
     ParameterError,
     context_length,
     fitting_defaults,

@@ -15,7 +15,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from lopa_ascend.config import DecodingParams, Limits
+from lopa_ascend.admission import Limits
+from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.http.access import OPEN_ROUTES
 from lopa_ascend.serve.http.api_error import error_body
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from lopa_ascend.config import EngineConfig, Limits
+from lopa_ascend.admission import Limits
+from lopa_ascend.config import EngineConfig
 from lopa_ascend.core import Request
 from lopa_ascend.engine.commands import PROFILE_NAME as PROFILE_NAME
 from lopa_ascend.engine.commands import Abort, StartProfile, StopProfile
