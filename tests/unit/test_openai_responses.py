@@ -82,7 +82,6 @@ def item(**fields: Any) -> dict[str, Any]:
         (item(content=[{"type": "input_image", "image_url": "u"}]), "input[1].content[0].type", "input_text"),
         (item(content=[{"type": "refusal", "refusal": "no"}]), "input[1].content[0].type", "output_text"),
         (item(content=[{"type": "input_text", "text": 5}]), "input[1].content[0].text", "string"),
-        (item(content=[{"type": "output_text", "text": "a", "logprobs": 5}]), "input[1].content[0].logprobs", "list"),
         (item(content=[]), "input[1].content", "text parts"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no responses"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "'json_schema'"),

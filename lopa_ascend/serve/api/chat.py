@@ -19,7 +19,7 @@ from lopa_ascend.serve.api.answer import (
     Details,
     ScoredText,
 )
-from lopa_ascend.serve.api.fields import HARMLESS, HARMLESS_TEMPLATE, INSTEAD, MESSAGE, PART, ignoring
+from lopa_ascend.serve.api.fields import HARMLESS, HARMLESS_TEMPLATE, INSIDE, INSTEAD
 from lopa_ascend.serve.api.logprobs import TokenProb
 from lopa_ascend.serve.api.request import (
     EFFORT,
@@ -52,10 +52,10 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-@ignoring(PART)
 class TextPart(Body):
     """A part of a message. Both APIs take the types of both."""
 
+    ignored = INSIDE
     type: Literal["text", "input_text", "output_text"]
     text: str
 
@@ -83,10 +83,10 @@ def joined(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-@ignoring(MESSAGE)
 class Message(Body):
     """A message of a conversation, as a client writes it or sends an earlier answer back."""
 
+    ignored = INSIDE
     harmless = {"refusal": (), "audio": (), "function_call": ()}
     instead = INSTEAD
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 from lopa_ascend.config import ParameterError
 from lopa_ascend.config.files import shown
 from lopa_ascend.core import Request
-from lopa_ascend.serve.api.fields import INSTEAD, REQUEST, ignoring
+from lopa_ascend.serve.api.fields import IN_REQUEST, INSTEAD
 from lopa_ascend.serve.api.logprobs import scored
 from lopa_ascend.serve.api.request import AnsweredRequest, Planner
 from lopa_ascend.serve.http.body import Body, unsupported
@@ -147,10 +147,10 @@ Question = Annotated[Annotated[AnyKind, Discriminator(_kind_of)], BeforeValidato
 # ---- the request -----------------------------------------------------------------------------------------------------
 
 
-@ignoring(REQUEST)
 class DecisionRequest(AnsweredRequest):
     """A state, and questions about it that do not see one another."""
 
+    ignored = IN_REQUEST
     named_by_client = frozenset({"questions"})
     instead = {**INSTEAD, "input": "send state, and questions by name"}
 

@@ -3,127 +3,64 @@ others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from collections.abc import Mapping
 
-from pydantic import BaseModel, Field, create_model
+from lopa_ascend.serve.http.body import HarmlessValues
 
-from lopa_ascend.serve.http.body import WITHOUT_EFFECT, HarmlessValues
-
-M = TypeVar("M", bound=BaseModel)
-
-REQUEST = "(the request)"
-MESSAGES_REQUEST = "(the request to /v1/messages)"
-STREAM_OPTIONS = "stream_options"
-MESSAGE = "messages[], input[]"
-PART = "messages[].content[], input[].content[]"
-REASONING_ITEM = 'input[] of the type "reasoning"'
-TOOL = "tools[], tools[].function"
-CALL_ITEM = 'input[] of the types "function_call" and "function_call_output"'
-CALL = "messages[].tool_calls[]"
-CALLED = "messages[].tool_calls[].function"
-
-Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
-
-_EARLIER_REASONING = "The chat template gets the reasoning as text alone."
 _OWN_CACHE = "The cache of prefixes needs no hints, and changes no answer."
+_WHOM = "Says for whom the client asks."
 _LABEL = "A label for the client's own records."
-_COPIES = (
-    ("cache_control", dict[str, Any], _OWN_CACHE),
-    ("provider_specific_fields", dict[str, Any], "litellm's copy of an earlier answer's other fields."),
-    ("extra_content", dict[str, Any], "A copy of what another server's answer had."),
-    ("thought_signature", str, "Another server's mark of an earlier answer."),
-)
-"""What clients of several servers keep with each part of a conversation: field, type, and why it changes nothing."""
+_COPY = "A copy of what an earlier answer had."
 
-
-class Ignored(NamedTuple):
-    """A field that cannot change an answer."""
-
-    field: str
-    where: str
-    """The path of the objects that may have it."""
-    type: Any
-    """What it holds. Values of another type are refused."""
-    why: str
-    """Why it changes nothing."""
-
-
-IGNORED = (
-    Ignored("user", REQUEST, str, "Says for whom the client asks."),
-    Ignored("safety_identifier", REQUEST, str, "Says for whom the client asks."),
-    Ignored("metadata", REQUEST, dict[str, Any], _LABEL),
-    Ignored("client_metadata", REQUEST, dict[str, Any], _LABEL),
-    Ignored("store", REQUEST, bool, "Nothing is kept."),
-    Ignored("service_tier", REQUEST, str, "There is one."),
-    Ignored("reasoning_effort", REQUEST, str, "A hint for chat templates."),
-    Ignored("include_reasoning", REQUEST, bool, "A text has no reasoning apart from it."),
-    Ignored("verbosity", REQUEST, str, "A hint to models that were trained for it."),
-    Ignored("cache_salt", REQUEST, str, "All requests share one prefix cache, which changes no answer."),
-    Ignored("request_id", REQUEST, str, "Send the header X-Request-Id."),
-    Ignored("prompt_cache_key", REQUEST, str, _OWN_CACHE),
-    Ignored("prompt_cache_retention", REQUEST, str, _OWN_CACHE),
-    Ignored("prompt_cache_options", REQUEST, dict[str, Any], _OWN_CACHE),
-    Ignored("cache_control", MESSAGES_REQUEST, dict[str, Any], _OWN_CACHE),
-    Ignored("context_management", MESSAGES_REQUEST, dict[str, Any], "The model sees the whole conversation."),
-    Ignored("betas", MESSAGES_REQUEST, Texts, "There are no others than these fields."),
-    Ignored("fallbacks", MESSAGES_REQUEST, Objects | str, "No request is declined."),
-    Ignored("diagnostics", MESSAGES_REQUEST, dict[str, Any], _OWN_CACHE),
-    Ignored("inference_geo", MESSAGES_REQUEST, str, "There is one place."),
-    Ignored("speed", MESSAGES_REQUEST, str, "There is one."),
-    Ignored("user_profile_id", MESSAGES_REQUEST, str, "Says for whom the client asks."),
-    Ignored("include_obfuscation", STREAM_OPTIONS, bool, "Streams are not padded."),
-    Ignored("id", MESSAGE, str, _LABEL),
-    Ignored("status", MESSAGE, Literal["in_progress", "completed", "incomplete"], "How an earlier answer ended."),
-    Ignored("phase", MESSAGE, Literal["commentary", "final_answer"], "What an earlier answer was part of."),
-    Ignored("parsed", MESSAGE, Any, "The text, as the client has parsed it."),
-    Ignored("annotations", MESSAGE, Objects, "Links that go with the text."),
-    Ignored("reasoning_details", MESSAGE, Objects, _EARLIER_REASONING),
-    Ignored("thinking_blocks", MESSAGE, Objects, _EARLIER_REASONING),
-    Ignored("id", PART, str, _LABEL),
-    Ignored("name", PART, str, _LABEL),
-    Ignored("index", PART, int | str, "The place of an earlier answer's part in its stream."),
-    Ignored("extras", PART, dict[str, Any], "LangChain's copy of an earlier answer's other fields."),
-    Ignored("parsed", PART, Any, "The text, as the client has parsed it."),
-    Ignored("annotations", PART, Objects, "Links that go with the text."),
-    Ignored("citations", PART, Objects, "Links that go with the text."),
-    Ignored("logprobs", PART, Objects, "How probable an earlier answer was."),
-    Ignored("prompt_cache_breakpoint", PART, dict[str, Any], _OWN_CACHE),
-    Ignored("index", CALL, int | str, "The place of an earlier answer's call in its stream."),
-    Ignored("parsed_arguments", CALLED, Any, "The arguments, as the client has parsed them."),
-    Ignored("id", CALL_ITEM, str, _LABEL),
-    Ignored("status", CALL_ITEM, Literal["in_progress", "completed", "incomplete"], "How an earlier call ended."),
-    Ignored("namespace", CALL_ITEM, str, "Functions are known by their names."),
-    Ignored("parsed_arguments", CALL_ITEM, Any, "The arguments, as the client has parsed them."),
-    Ignored("id", REASONING_ITEM, str, _LABEL),
-    Ignored("status", REASONING_ITEM, str, "How an earlier answer ended."),
-    Ignored("summary", REASONING_ITEM, Objects, _EARLIER_REASONING),
-    Ignored("encrypted_content", REASONING_ITEM, str, _EARLIER_REASONING),
-    Ignored("strict", TOOL, bool, "Calls that tool_choice forces always have such arguments."),
-    Ignored("defer_loading", TOOL, bool, "The model is told of all functions at once."),
-    Ignored("output_schema", TOOL, dict[str, Any], "The model is told of the arguments."),
-    Ignored("input_examples", TOOL, Objects, "The model is told of the arguments by their schema."),
-    Ignored("allowed_callers", TOOL, Texts, "The model alone calls functions."),
-    Ignored("eager_input_streaming", TOOL, bool, "Arguments are streamed as they are written."),
-    Ignored("caller", CALL_ITEM, dict[str, Any], "The model alone calls functions."),
-    *(
-        Ignored(field, where, kind, why)
-        for where in (MESSAGE, PART, TOOL, CALL, CALLED, CALL_ITEM, REASONING_ITEM)
-        for field, kind, why in _COPIES
+IN_REQUEST: Mapping[str, str] = {
+    "user": _WHOM,
+    "safety_identifier": _WHOM,
+    "metadata": _LABEL,
+    "client_metadata": _LABEL,
+    "store": "Nothing is kept.",
+    "service_tier": "There is one.",
+    "reasoning_effort": "A hint for chat templates.",
+    "include_reasoning": "A text has no reasoning apart from it.",
+    "verbosity": "A hint to models that were trained for it.",
+    "cache_salt": "All requests share one prefix cache, which changes no answer.",
+    "request_id": "Send the header X-Request-Id.",
+    "prompt_cache_key": _OWN_CACHE,
+    "prompt_cache_retention": _OWN_CACHE,
+    "prompt_cache_options": _OWN_CACHE,
+}
+"""By field of a request: why it changes nothing. It is taken with any value."""
+IN_MESSAGES_REQUEST: Mapping[str, str] = {
+    **IN_REQUEST,
+    "cache_control": _OWN_CACHE,
+    "context_management": "The model sees the whole conversation.",
+    "betas": "There are no others than these fields.",
+    "fallbacks": "No request is declined.",
+    "diagnostics": _OWN_CACHE,
+    "inference_geo": "There is one place.",
+    "speed": "There is one.",
+    "user_profile_id": _WHOM,
+}
+"""The same of /v1/messages."""
+INSIDE: Mapping[str, str] = {
+    **dict.fromkeys(("id", "name", "status", "phase", "index"), _LABEL),
+    **dict.fromkeys(("parsed", "parsed_arguments"), "What the client made of the text."),
+    **dict.fromkeys(("annotations", "citations"), "Links that go with the text."),
+    **dict.fromkeys(("logprobs", "extras", "provider_specific_fields", "extra_content", "thought_signature"), _COPY),
+    **dict.fromkeys(
+        ("reasoning_details", "thinking_blocks", "summary", "encrypted_content"),
+        "The chat template gets the reasoning as text alone.",
     ),
-)
-"""What is taken wherever it stands, with any value of its type. The API's description shows the table."""
-
-
-def ignoring(where: str) -> Callable[[type[M]], type[M]]:
-    """A class decorator that adds the ignored fields of the objects at a path."""
-    rows = [row for row in IGNORED if row.where == where]
-    fields: dict[str, Any] = {
-        row.field: (row.type | None, Field(None, description=f"{WITHOUT_EFFECT} {row.why}")) for row in rows
-    }
-    return lambda model: create_model(model.__name__, __base__=model, __module__=model.__module__, **fields)
-
+    **dict.fromkeys(("cache_control", "prompt_cache_breakpoint"), _OWN_CACHE),
+    **dict.fromkeys(("allowed_callers", "caller"), "The model alone calls functions."),
+    **dict.fromkeys(
+        ("defer_loading", "output_schema", "input_examples"), "The model is told of all functions by their parameters."
+    ),
+    "strict": "Calls that tool_choice forces always have such arguments.",
+    "eager_input_streaming": "Arguments are streamed as they are written.",
+    "namespace": "Functions are known by their names.",
+    "include_obfuscation": "Streams are not padded.",
+}
+"""The same of messages, their parts, calls and tools, where these names are no fields."""
 
 HARMLESS: HarmlessValues = {
     "length_penalty": (1,),

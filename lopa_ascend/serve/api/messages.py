@@ -21,7 +21,7 @@ from lopa_ascend.config.files import shown
 from lopa_ascend.core import Request
 from lopa_ascend.serve.api.answer import LopaStats
 from lopa_ascend.serve.api.chat import Content, TextPart, joined
-from lopa_ascend.serve.api.fields import CALL, HARMLESS, MESSAGES_REQUEST, TOOL, ignoring
+from lopa_ascend.serve.api.fields import HARMLESS, IN_MESSAGES_REQUEST, INSIDE
 from lopa_ascend.serve.api.request import EFFORT, MAX_MESSAGES, VARIABLES, GenerationRequest, Planner
 from lopa_ascend.serve.api.structured import AskedForm
 from lopa_ascend.serve.api.tools import (
@@ -79,10 +79,10 @@ class RedactedBlock(Body):
     data: str | None = Field(None, description=WITHOUT_EFFECT)
 
 
-@ignoring(CALL)
 class CallBlock(Body):
     """A call in an earlier answer."""
 
+    ignored = INSIDE
     type: Literal["tool_use"]
     id: str
     name: str
@@ -90,10 +90,10 @@ class CallBlock(Body):
     caller: dict[str, Any] | None = Field(None, description=f"{WITHOUT_EFFECT} The model alone calls tools.")
 
 
-@ignoring(CALL)
 class ResultBlock(Body):
     """The result of a call."""
 
+    ignored = INSIDE
     type: Literal["tool_result"]
     tool_use_id: str
     content: Content = ""
@@ -164,10 +164,10 @@ class Turn(Body):
 # ---- fields that allow little ----------------------------------------------------------------------------------------
 
 
-@ignoring(TOOL)
 class MessageTool(Function):
     """A tool that the client runs."""
 
+    ignored = INSIDE
     type: Literal["custom"] | None = None
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,128}$")
     parameters: Parameters = Field(alias="input_schema", description="JSON Schema of the input, an object.")
@@ -218,10 +218,10 @@ class OutputConfig(Body):
 # ---- the request -----------------------------------------------------------------------------------------------------
 
 
-@ignoring(MESSAGES_REQUEST)
 class MessagesRequest(GenerationRequest):
     """A conversation, whose next message is the answer."""
 
+    ignored = IN_MESSAGES_REQUEST
     harmless = {**HARMLESS, "n": (1,), "return_token_ids": (False,), "stream_options": ()}
     is_conversation = True
 

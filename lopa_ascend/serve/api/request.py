@@ -24,7 +24,7 @@ from lopa_ascend.config.files import shown
 from lopa_ascend.config.kinds import INT64_MIN, MAX_TOKEN_IDS
 from lopa_ascend.core import Request
 from lopa_ascend.serve.api.decoding_fields import with_decoding_parameters
-from lopa_ascend.serve.api.fields import HARMLESS, INSTEAD, REQUEST, STREAM_OPTIONS, ignoring
+from lopa_ascend.serve.api.fields import HARMLESS, IN_REQUEST, INSIDE, INSTEAD
 from lopa_ascend.serve.api.structured import AskedForm, asked_form, calling_form, placed
 from lopa_ascend.serve.api.tools import Tools, note_others
 from lopa_ascend.serve.http.body import Body
@@ -58,8 +58,8 @@ LOGPROB = (
 # ---- fields ----------------------------------------------------------------------------------------------------------
 
 
-@ignoring(STREAM_OPTIONS)
 class StreamOptions(Body):
+    ignored = INSIDE
     include_usage: bool | None = Field(None, description="The stream ends with a chunk without choices that has usage.")
     continuous_usage_stats: bool | None = Field(None, description="Every chunk has the usage up to it.")
 
@@ -92,11 +92,11 @@ class AnsweredRequest(Body):
         """Writes the answer. ``model`` is the name of the served model."""
 
 
-@ignoring(REQUEST)
 @with_decoding_parameters
 class GenerationRequest(AnsweredRequest):
     """A request for text."""
 
+    ignored = IN_REQUEST
     harmless = HARMLESS
     is_conversation: ClassVar[bool] = False
     """The chat template makes the prompt, after which the model may think."""

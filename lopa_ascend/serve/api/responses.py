@@ -19,7 +19,7 @@ from lopa_ascend.config.files import shown
 from lopa_ascend.core import Request
 from lopa_ascend.serve.api.answer import LopaStats
 from lopa_ascend.serve.api.chat import Content, Message, joined
-from lopa_ascend.serve.api.fields import CALL_ITEM, HARMLESS, REASONING_ITEM, ignoring
+from lopa_ascend.serve.api.fields import HARMLESS, INSIDE
 from lopa_ascend.serve.api.request import (
     EFFORT,
     MAX_MESSAGES,
@@ -79,18 +79,18 @@ class ReasoningPart(Body):
     text: str
 
 
-@ignoring(REASONING_ITEM)
 class ReasoningItem(Body):
     """What a model thought before an earlier answer, for chat templates that read ``reasoning_content``."""
 
+    ignored = INSIDE
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
 
 
-@ignoring(CALL_ITEM)
 class OtherCallItem(Body):
     """A call of no function, in an earlier response of another server."""
 
+    ignored = INSIDE
     type: Literal["custom_tool_call", "local_shell_call"]
     call_id: str
     name: str = "local_shell"
@@ -107,10 +107,10 @@ class OtherItem(LeftOut):
     type: Literal["additional_tools", "web_search_call"] = Field(description="Left out, with a warning in the log.")
 
 
-@ignoring(CALL_ITEM)
 class CallOutputItem(Body):
     """The result of a call."""
 
+    ignored = INSIDE
     type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
     call_id: str
     output: Content

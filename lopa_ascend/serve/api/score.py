@@ -14,7 +14,7 @@ from lopa_ascend.config import ParameterError
 from lopa_ascend.core import Request
 from lopa_ascend.serve.api.answer import ScoredText
 from lopa_ascend.serve.api.chat import Message
-from lopa_ascend.serve.api.fields import REQUEST, ignoring
+from lopa_ascend.serve.api.fields import IN_REQUEST
 from lopa_ascend.serve.api.logprobs import scored
 from lopa_ascend.serve.api.request import MAX_MESSAGES, AnsweredRequest, Planner
 from lopa_ascend.serve.http.encoding import Json, WholeWriter
@@ -25,10 +25,10 @@ MAX_TEXTS = 1024
 Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
 
 
-@ignoring(REQUEST)
 class ScoreRequest(AnsweredRequest):
     """A prompt and texts that may follow it, or pairs of a prompt and a text."""
 
+    ignored = IN_REQUEST
     text_1: Texts | None = Field(None, description="The prompt; or as many as text_2 has, which belong together.")
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
         None,

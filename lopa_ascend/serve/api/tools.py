@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator,
 from lopa_ascend.config import ParameterError
 from lopa_ascend.config.errors import FieldPath
 from lopa_ascend.config.files import shown
-from lopa_ascend.serve.api.fields import CALL, CALL_ITEM, CALLED, INSTEAD, TOOL, ignoring
+from lopa_ascend.serve.api.fields import INSIDE, INSTEAD
 from lopa_ascend.serve.http.body import Body, unsupported
 from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.text.reasoning import ReasoningReader
@@ -69,10 +69,10 @@ Name = Annotated[str, AfterValidator(_check_name)]
 Parameters = Annotated[dict[str, Any] | None, AfterValidator(_check_parameters)]
 
 
-@ignoring(TOOL)
 class Function(Body):
     """What a model is told of a function."""
 
+    ignored = INSIDE
     name: Name = Field(description="1 to 64 letters, digits, '_' or '-'.")
     description: str | None = None
     parameters: Parameters = Field(
@@ -80,8 +80,8 @@ class Function(Body):
     )
 
 
-@ignoring(TOOL)
 class ChatTool(Body):
+    ignored = INSIDE
     type: Literal["function"]
     function: Function
 
@@ -334,16 +334,16 @@ ArgumentsText = Annotated[
 ]
 
 
-@ignoring(CALLED)
 class CalledFunction(Body):
+    ignored = INSIDE
     name: str
     arguments: ArgumentsText = ""
 
 
-@ignoring(CALL)
 class MessageCall(Body):
     """A call in an earlier answer."""
 
+    ignored = INSIDE
     id: str | None = None
     type: Literal["function"] | None = None
     function: CalledFunction
@@ -357,10 +357,10 @@ class MessageCall(Body):
         return template_call(self.id, self.function.name, self.function.arguments)
 
 
-@ignoring(CALL_ITEM)
 class CallItem(Body):
     """A call in an earlier response."""
 
+    ignored = INSIDE
     type: Literal["function_call"]
     call_id: str
     name: str

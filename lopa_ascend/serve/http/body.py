@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import difflib
 import json
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from http import HTTPStatus
 from typing import Any, ClassVar, TypeVar
 
@@ -45,6 +47,7 @@ EMPTY: tuple[Any, ...] = ("", [], {})
 HarmlessValues = Mapping[str, tuple[Any, ...]]
 """Fields that this server does not act on, each with the values besides null and ``EMPTY`` that change nothing."""
 
+logger = logging.getLogger(__name__)
 R = TypeVar("R")
 B = TypeVar("B", bound="Body")
 
@@ -57,6 +60,8 @@ class Body(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, json_schema_extra=lambda schema, model: model.complete_schema(schema)
     )
+    ignored: ClassVar[Mapping[str, str]] = {}
+    """By name of a field that is dropped, whatever it holds: why it changes nothing."""
     harmless: ClassVar[HarmlessValues] = {}
     """These fields are dropped if they change nothing, and refused otherwise."""
     named_by_client: ClassVar[frozenset[str]] = frozenset()
@@ -70,6 +75,9 @@ class Body(BaseModel):
         if not isinstance(values, dict):
             return values
         values = {name: value for name, value in _set_fields(values) if name in cls.model_fields or value not in EMPTY}
+        for name in cls.ignored.keys() & values.keys() - cls.model_fields.keys():
+            del values[name]
+            _note_ignored(name, cls.ignored[name])
         cls.tidy(values)
         for name, allowed in cls.harmless.items():
             value = values.pop(name, None)
@@ -87,8 +95,16 @@ class Body(BaseModel):
     def complete_schema(cls, schema: Json) -> None:
         """Adds what pydantic does not know to the JSON Schema."""
         schema["additionalProperties"] = {"enum": [None, *EMPTY]}
+        texts = {name: f"{WITHOUT_EFFECT} {why}" for name, why in cls.ignored.items()}
+        schema["properties"] = {name: {"description": text} for name, text in texts.items()} | schema["properties"]
         for name, values in cls.harmless.items():
             schema["properties"][name] = {"enum": [None, *EMPTY, *values], "description": NOT_SUPPORTED}
+
+
+@cache
+def _note_ignored(name: str, why: str) -> None:
+    """Logs once that clients send a field that changes nothing."""
+    logger.info("requests have the field %r, which changes nothing here: %s", name, why)
 
 
 def unsupported(name: str, message: str, instead: str | None = None) -> PydanticCustomError:
