@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.messages import Stepped
-from lopa_ascend.types import EngineStats, GraphStats, Progress, Update
+from lopa_ascend.types import EngineStats, Progress, Update
 
 LABELS = ("model_name", "engine")
 ENGINE = "0"
@@ -129,6 +131,48 @@ def summary(choices: Sequence[Timeline], now: float, reason_if_unfinished: str) 
     }
 
 
+COUNTERS = {
+    "vllm:prompt_tokens": "Prompt tokens; counted when a request ends.",
+    "vllm:generation_tokens": "Visible tokens; counted when a request ends.",
+    "vllm:diffusion_num_denoising_steps": "Forward passes, summed over requests.",
+    "vllm:diffusion_num_committed_tokens": "Tokens that became final.",
+    "vllm:diffusion_num_canvas_positions": "Positions of ended answers in the rows of all branches and forward passes.",
+    "vllm:spec_decode_num_drafts": "Forward passes that checked drafted tokens.",
+    "vllm:spec_decode_num_draft_tokens": "Drafted tokens that were checked.",
+    "vllm:spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
+    "lopa:draft_second_choices": "Forward passes that wrote the draft's second choice where they refused the first.",
+}
+LABELLED = {
+    "vllm:request_success": ("Choices that ended, by finish reason.", "finished_reason", FINISH_REASONS),
+    "lopa:branch_wins": ('Forward passes won, by branch: a rank, or "anchor".', "branch", ()),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": (
+        "Drafted tokens that were accepted, by their place.", "position", ("0",)
+    ),
+}  # fmt: skip
+"""Counters with one more label, and the values of it that are there from the start."""
+HISTOGRAMS = {
+    "vllm:iteration_tokens_total": ("Tokens that became final in a step.", TOKENS),
+    "lopa:forward_seconds": ("Duration of a step of the engine.", SECONDS),
+    "lopa:tokens_per_forward": ("Visible tokens of a choice divided by its forward passes.", TOKENS_PER_FORWARD),
+    "vllm:request_prompt_tokens": ("Tokens of a prompt.", TOKENS),
+    "vllm:request_generation_tokens": ("Visible tokens of a choice.", TOKENS),
+    "vllm:time_to_first_token_seconds": ("From a request's arrival to its first visible token.", SECONDS),
+    "vllm:inter_token_latency_seconds": ("Between two updates that made tokens visible.", SECONDS),
+    "vllm:request_time_per_output_token_seconds": (
+        "Time after the first forward pass, divided by the visible tokens but one.", SECONDS
+    ),
+    "vllm:e2e_request_latency_seconds": ("From a request's arrival to its end.", SECONDS),
+    "vllm:request_queue_time_seconds": ("From a request's arrival to the start of its first forward pass.", SECONDS),
+    "vllm:request_prefill_time_seconds": (
+        "Duration of the first forward pass, which computes the prompt and the first block.", SECONDS
+    ),
+    "vllm:request_decode_time_seconds": ("From the end of the first forward pass to the end of the request.", SECONDS),
+    "vllm:request_inference_time_seconds": (
+        "From the start of the first forward pass to the end of the request.", SECONDS
+    ),
+}  # fmt: skip
+
+
 class Metrics:
     """Counts what the engine and its requests do.
 
@@ -144,79 +188,49 @@ class Metrics:
         self._model_name = model_name
         self.registry = CollectorRegistry()
         self.registry.register(_EngineState(client, model_name))
-        self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens; counted when a request ends.")
-        self._generated = self._counter("vllm:generation_tokens", "Visible tokens; counted when a request ends.")
-        self._success = self._labelled(
-            "vllm:request_success", "Choices that ended, by finish reason.", "finished_reason"
-        )
-        self._denoising = self._counter("vllm:diffusion_num_denoising_steps", "Forward passes, summed over requests.")
-        self._committed = self._counter("vllm:diffusion_num_committed_tokens", "Tokens that became final.")
-        self._canvas = self._counter(
-            "vllm:diffusion_num_canvas_positions",
-            "Positions of answers in the rows of all branches and forward passes; counted when a request ends.",
-        )
-        self._wins = self._labelled("lopa:branch_wins", 'Forward passes won, by branch: a rank, or "anchor".', "branch")
-        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Forward passes that checked drafted tokens.")
-        self._drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were checked.")
-        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
-        self._accepted_at = self._labelled(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that were accepted, by their place.",
-            "position",
-        )
-        self._seconds = self._counter(
-            "lopa:draft_second_choices",
-            "Forward passes that wrote the draft's second choice where they refused the first.",
-        )
-        self._iteration = self._histogram("vllm:iteration_tokens_total", "Tokens that became final in a step.", TOKENS)
-        self._forward = self._histogram("lopa:forward_seconds", "Duration of a step of the engine.", SECONDS)
-        self._tpf = self._histogram(
-            "lopa:tokens_per_forward", "Visible tokens of a choice divided by its forward passes.", TOKENS_PER_FORWARD
-        )
-        self._times = {name: self._histogram(f"vllm:{name}_seconds", text, SECONDS) for name, text in TIMES.items()}
-        self._prompt_sizes = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
-        self._answer_sizes = self._histogram("vllm:request_generation_tokens", "Visible tokens of a choice.", TOKENS)
+        self._metrics: dict[str, Counter | Histogram] = {}
+        for name, text in COUNTERS.items():
+            self._metrics[name] = Counter(name, text, LABELS, registry=self.registry)
+        for name, (text, label, _) in LABELLED.items():
+            self._metrics[name] = Counter(name, text, (*LABELS, label), registry=self.registry)
+        for name, (text, bounds) in HISTOGRAMS.items():
+            self._metrics[name] = Histogram(name, text, LABELS, buckets=bounds, registry=self.registry)
         self._steps_seen = {engine: stats.num_steps for engine, stats in client.engines.items()}
-        self._show_zeros()
+        for name in (*COUNTERS, *HISTOGRAMS):  # the series of the only engine, before anything has happened
+            self._metrics[name].labels(model_name, ENGINE)
+        for name, (_, _, values) in LABELLED.items():
+            for value in values:
+                self._metrics[name].labels(model_name, ENGINE, value)
 
-    def _show_zeros(self) -> None:
-        """Makes the series of the only engine before anything has happened."""
-        labels = self._labels("")
-        for reason in FINISH_REASONS:
-            self._success.labels(*labels, reason)
-        self._accepted_at.labels(*labels, "0")
-        counters = (
-            self._prompt, self._generated, self._denoising, self._committed, self._canvas,
-            self._drafts, self._drafted, self._accepted, self._seconds,
-        )  # fmt: skip
-        histograms = (self._iteration, self._forward, self._tpf, self._prompt_sizes, self._answer_sizes)
-        for metric in (*counters, *histograms, *self._times.values()):
-            metric.labels(*labels)
-
-    def _labels(self, engine: str) -> tuple[str, str]:
-        return self._model_name, engine or ENGINE
+    def _add(self, engine: str, name: str, amount: float = 1, *label: str) -> None:
+        """Adds to a counter, or an observation to a histogram."""
+        series = self._metrics[name].labels(self._model_name, engine or ENGINE, *label)
+        if isinstance(series, Histogram):
+            series.observe(amount)
+        else:
+            series.inc(amount)
 
     def observe_step(self, message: Stepped) -> None:
         """Counts what a message from the engine reports."""
-        labels, stats = self._labels(message.engine), message.stats
+        add, stats = partial(self._add, message.engine), message.stats
         tokens = sum(len(update.tokens) for update in message.updates)
         if stats.num_steps != self._steps_seen.get(message.engine, 0):  # else a heartbeat, or more of the same step
             self._steps_seen[message.engine] = stats.num_steps
-            self._forward.labels(*labels).observe(stats.step_seconds)
+            add("lopa:forward_seconds", stats.step_seconds)
             if not message.engine:  # one of several sends the updates of a step in several messages
-                self._iteration.labels(*labels).observe(tokens)
-        self._committed.labels(*labels).inc(tokens)
+                add("vllm:iteration_tokens_total", tokens)
+        add("vllm:diffusion_num_committed_tokens", tokens)
         for update in message.updates:
             if update.winner is not None:
-                self._denoising.labels(*labels).inc()
-                self._wins.labels(*labels, str(update.winner or "anchor")).inc()
+                add("vllm:diffusion_num_denoising_steps")
+                add("lopa:branch_wins", 1, str(update.winner or "anchor"))
             if update.num_drafted:
-                self._drafts.labels(*labels).inc()
-                self._drafted.labels(*labels).inc(update.num_drafted)
-                self._accepted.labels(*labels).inc(update.num_accepted)
-                self._seconds.labels(*labels).inc(update.second_was_right)
+                add("vllm:spec_decode_num_drafts")
+                add("vllm:spec_decode_num_draft_tokens", update.num_drafted)
+                add("vllm:spec_decode_num_accepted_tokens", update.num_accepted)
+                add("lopa:draft_second_choices", update.second_was_right)
                 for place in range(update.num_accepted):
-                    self._accepted_at.labels(*labels, str(place)).inc()
+                    add("vllm:spec_decode_num_accepted_tokens_per_pos", 1, str(place))
 
     def observe_end(self, choices: Sequence[Timeline], reason_if_unfinished: str, engines: Sequence[str]) -> None:
         """Counts the choices of a request that has ended.
@@ -227,34 +241,26 @@ class Metrics:
             engines: for each choice which of several engines had it.
         """
         for choice, engine in zip(choices, engines, strict=True):
-            self._observe_choice(choice, choice.finish_reason or reason_if_unfinished, self._labels(engine))
+            self._observe_choice(choice, choice.finish_reason or reason_if_unfinished, engine)
 
-    def _observe_choice(self, choice: Timeline, reason: str, labels: tuple[str, str]) -> None:
-        self._success.labels(*labels, reason).inc()
+    def _observe_choice(self, choice: Timeline, reason: str, engine: str) -> None:
+        add = partial(self._add, engine)
+        add("vllm:request_success", 1, reason)
         if choice.begun is None or choice.prefilled is None:
             return
-        self._prompt.labels(*labels).inc(choice.prompt_tokens)
-        self._generated.labels(*labels).inc(choice.num_text_tokens)
-        self._canvas.labels(*labels).inc(choice.canvas_positions)
+        add("vllm:prompt_tokens", choice.prompt_tokens)
+        add("vllm:generation_tokens", choice.num_text_tokens)
+        add("vllm:diffusion_num_canvas_positions", choice.canvas_positions)
         if choice.finish_reason is None:
             return
-        self._prompt_sizes.labels(*labels).observe(choice.prompt_tokens)
-        self._answer_sizes.labels(*labels).observe(choice.num_text_tokens)
+        add("vllm:request_prompt_tokens", choice.prompt_tokens)
+        add("vllm:request_generation_tokens", choice.num_text_tokens)
         if choice.num_forwards:
-            self._tpf.labels(*labels).observe(choice.num_text_tokens / choice.num_forwards)
+            add("lopa:tokens_per_forward", choice.num_text_tokens / choice.num_forwards)
         for name, seconds in choice.durations().items():
-            self._times[name].labels(*labels).observe(seconds)
+            add(f"vllm:{name}_seconds", seconds)
         for gap in choice.gaps:
-            self._times["inter_token_latency"].labels(*labels).observe(gap)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, LABELS, registry=self.registry)
-
-    def _labelled(self, name: str, text: str, label: str) -> Counter:
-        return Counter(name, text, (*LABELS, label), registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)
+            add("vllm:inter_token_latency_seconds", gap)
 
 
 class _Merged(Collector):
@@ -276,19 +282,6 @@ class _Merged(Collector):
 def metrics_text(models: Sequence[Metrics], *others: Collector) -> bytes:
     """The metrics of all models, and others, in Prometheus' text format."""
     return generate_latest(_Merged([*(model.registry for model in models), *others]))
-
-
-TIMES = {
-    "time_to_first_token": "From a request's arrival to its first visible token.",
-    "inter_token_latency": "Between two updates that made tokens visible.",
-    "request_time_per_output_token": "Time after the first forward pass, divided by the visible tokens but one.",
-    "e2e_request_latency": "From a request's arrival to its end.",
-    "request_queue_time": "From a request's arrival to the start of its first forward pass.",
-    "request_prefill_time": "Duration of the first forward pass, which computes the prompt and the first block.",
-    "request_decode_time": "From the end of the first forward pass to the end of the request.",
-    "request_inference_time": "From the start of the first forward pass to the end of the request.",
-}
-"""Histograms of seconds, without the prefix "vllm:" and the suffix "_seconds"."""
 
 
 class _EngineState(Collector):
@@ -316,6 +309,39 @@ class _EngineState(Collector):
         yield lost
 
 
+# fmt: off
+OF_ENGINE = (
+    (GaugeMetricFamily, "vllm:num_requests_running", "num_running", "Choices that the engine has begun."),
+    (GaugeMetricFamily, "vllm:num_requests_waiting", "num_waiting", "Choices that wait until the engine has room."),
+    (GaugeMetricFamily, "vllm:kv_cache_usage_perc", "kv_usage", "Fraction of the KV pages that requests hold, 0 to 1."),
+    (GaugeMetricFamily, "lopa:pages_in_use", "pages_in_use", "KV pages that requests hold."),
+    (GaugeMetricFamily, "lopa:pages_cached", "pages_cached", "KV pages that only the prefix cache holds."),
+    (CounterMetricFamily, "vllm:num_preemptions", "num_preempted", "Always 0: a running request is never preempted."),
+    (CounterMetricFamily, "vllm:prefix_cache_queries", "prefix_queries", "Prompt tokens looked for in the cache."),
+    (CounterMetricFamily, "vllm:prefix_cache_hits", "prefix_hits", "Prompt tokens found in the cache."),
+    (CounterMetricFamily, "lopa:gathered_bytes", "gathered_bytes", "Bytes of keys and values that attention copied."),
+    (CounterMetricFamily, "lopa:copied_positions", "copied_positions", "Positions whose keys and values were copied."),
+    (CounterMetricFamily, "lopa:branch_rows", "num_rows", "Branches evaluated, on all ranks."),
+    (CounterMetricFamily, "lopa:idle_rows", "idle_rows", "Rows left empty on all ranks."),
+    (CounterMetricFamily, "lopa:steps", "num_steps", "Steps of the engine."),
+)
+"""What is read from ``EngineStats``: kind, name, attribute, text."""
+OF_GRAPHS = (
+    (GaugeMetricFamily, "lopa:graphs", "num_buckets", "Compiled buckets."),
+    (CounterMetricFamily, "lopa:late_compilations", "num_late",
+     "Compilations asked for after the start, which are refused; other than 0: an error in the engine."),
+    (CounterMetricFamily, "lopa:graph_steps", "num_steps", "Launches of compiled steps."),
+    (CounterMetricFamily, "lopa:graph_tokens", "tokens", "Positions that compiled steps computed."),
+    (CounterMetricFamily, "lopa:graph_padded_tokens", "padded_tokens",
+     "Positions that compiled steps computed and no branch needed."),
+    (CounterMetricFamily, "lopa:graph_wasted_steps", "wasted_steps",
+     "Compiled steps of choices that had already ended."),
+)
+"""The same of ``GraphStats``."""
+# fmt: on
+EAGER = "Eager steps of choices on a server with graphs, by reason: a decoding parameter, or graph_window_blocks."
+
+
 class _OneEngine(Collector):
     """The metrics of an engine's stats."""
 
@@ -323,71 +349,33 @@ class _OneEngine(Collector):
         self._labels, self._stats = labels, stats
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._stats
-        usage = stats.pages_in_use / stats.num_pages if stats.num_pages else 0.0
-        yield from self._gauges(
-            ("vllm:num_requests_running", "Choices that the engine has begun.", stats.num_running),
-            ("vllm:num_requests_waiting", "Choices that wait until the engine has room.", stats.num_waiting),
-            ("vllm:kv_cache_usage_perc", "Fraction of the KV pages that requests hold, 0 to 1.", usage),
-            ("lopa:pages_in_use", "KV pages that requests hold.", stats.pages_in_use),
-            ("lopa:pages_cached", "KV pages that only the prefix cache holds.", stats.pages_cached),
-        )
-        yield from self._totals(
-            ("vllm:num_preemptions", "Always 0: a running request is never preempted.", 0),
-            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
-            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
-            ("lopa:gathered_bytes", "Bytes of keys and values that attention copied.", stats.gathered_bytes),
-            ("lopa:copied_positions", "Positions whose keys and values were copied.", stats.copied_positions),
-            ("lopa:branch_rows", "Branches evaluated, on all ranks.", stats.num_rows),
-            ("lopa:idle_rows", "Rows left empty on all ranks.", stats.idle_rows),
-            ("lopa:steps", "Steps of the engine.", stats.num_steps),
-        )
+        stats, graphs = self._stats, self._stats.graphs
+        rows: list[tuple[object, tuple[Any, ...]]] = [(stats, row) for row in OF_ENGINE]
+        rows += [(graphs, row) for row in OF_GRAPHS if graphs is not None]
+        for source, (kind, name, attribute, text) in rows:
+            yield self._family(kind, name, text, {"": getattr(source, attribute)})
         calls = {traffic.purpose: traffic.calls for traffic in stats.traffic}
         sent = {traffic.purpose: traffic.num_bytes for traffic in stats.traffic}
-        yield self._family("lopa:collective_calls", "Collectives of rank 0, by purpose.", "purpose", calls)
+        total = CounterMetricFamily
+        yield self._family(total, "lopa:collective_calls", "Collectives of rank 0, by purpose.", calls, "purpose")
         text = "Bytes that rank 0 contributed to collectives, by purpose."
-        yield self._family("lopa:collective_bytes", text, "purpose", sent)
-        if stats.graphs is not None:
-            yield from self._graphs(stats.graphs)
+        yield self._family(total, "lopa:collective_bytes", text, sent, "purpose")
+        if graphs is not None:
+            text = "A step of each bucket at start, with the most keys."
+            times = {bucket: milliseconds / 1000 for bucket, milliseconds in graphs.replay_milliseconds.items()}
+            yield self._family(GaugeMetricFamily, "lopa:graph_replay_seconds", text, times, "bucket")
+            yield self._family(total, "lopa:eager_steps", EAGER, graphs.eager_steps, "reason")
 
-    def _graphs(self, stats: GraphStats) -> Iterable[Metric]:
-        yield from self._gauges(("lopa:graphs", "Compiled buckets.", stats.num_buckets))
-        late = "Compilations asked for after the start, which are refused; other than 0: an error in the engine."
-        padded = "Positions that compiled steps computed and no branch needed."
-        yield from self._totals(
-            ("lopa:late_compilations", late, stats.num_late),
-            ("lopa:graph_steps", "Launches of compiled steps.", stats.num_steps),
-            ("lopa:graph_tokens", "Positions that compiled steps computed.", stats.tokens),
-            ("lopa:graph_padded_tokens", padded, stats.padded_tokens),
-            ("lopa:graph_wasted_steps", "Compiled steps of choices that had already ended.", stats.wasted_steps),
-        )
-        replays = GaugeMetricFamily(
-            "lopa:graph_replay_seconds",
-            "A step of each bucket at start, with the most keys.",
-            labels=(*LABELS, "bucket"),
-        )
-        for bucket, milliseconds in stats.replay_milliseconds.items():
-            replays.add_metric((*self._labels, bucket), milliseconds / 1000)
-        yield replays
-        text = (
-            "Eager steps of choices on a server with graphs, by reason: a decoding parameter, or graph_window_blocks."
-        )
-        yield self._family("lopa:eager_steps", text, "reason", stats.eager_steps)
-
-    def _family(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
+    def _family(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        text: str,
+        values: Mapping[str, float],
+        *label: str,
+    ) -> Metric:
+        """``values``: by value of the label, if there is one."""
+        family = kind(name, text, labels=(*LABELS, *label))
         for key, value in values.items():
-            family.add_metric((*self._labels, key), value)
+            family.add_metric((*self._labels, key)[: len(LABELS) + len(label)], value)
         return family
-
-    def _gauges(self, *values: tuple[str, str, float]) -> Iterable[Metric]:
-        for name, text, value in values:
-            family = GaugeMetricFamily(name, text, labels=LABELS)
-            family.add_metric(self._labels, value)
-            yield family
-
-    def _totals(self, *values: tuple[str, str, float]) -> Iterable[Metric]:
-        for name, text, value in values:
-            family = CounterMetricFamily(name, text, labels=LABELS)
-            family.add_metric(self._labels, value)
-            yield family

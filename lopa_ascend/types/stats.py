@@ -91,3 +91,13 @@ class EngineStats:
     traffic: tuple[Traffic, ...] = ()
     graphs: GraphStats | None = None
     """None in eager mode."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Fraction of the KV pages that requests hold."""
+        return self.pages_in_use / self.num_pages if self.num_pages else 0.0
+
+    @property
+    def num_preempted(self) -> int:
+        """A running request is never preempted: it was admitted with the most pages that it can need."""
+        return 0
