@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.config.combinations import declaration, decodings_that_take, listed, rules_of, values_taken
+from lopa_ascend.config.combinations import declaration, decodings_that_take, listed, rules_of
 from lopa_ascend.config.decodings import built_in_decodings, variants_of, with_graphs
 from lopa_ascend.config.kinds import Choice
 from lopa_ascend.config.parameters import UsualParams
 from lopa_ascend.config.settings import GraphSupport, HelpFormatter, Parameter
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "decoding.md"
-TITLES = ("parameter", "default", "allowed values", "meaning", "in compiled steps")
+TITLES = ("parameter", "default", "allowed values", "meaning", "decodings", "in compiled steps")
 OTHER = "any value but the default"
 RULE_TITLES = ("parameter", "needs", "except with")
 
@@ -37,33 +37,44 @@ def table(*, research: bool) -> str:
     for name, parameter in DecodingParams.parameters().items():
         if hasattr(UsualParams, name) != research:
             default, allowed = _default(parameter), parameter.kind.allowed()
-            rows.append((f"`{name}`", default, allowed, _meaning(parameter), _graphs(parameter)))
+            takers = _takers(name, parameter)
+            rows.append((f"`{name}`", default, allowed, _meaning(parameter), takers, _graphs(parameter)))
     return _markdown(rows)
 
 
 def rules_table() -> str:
-    """The table of what goes with what in Markdown: which decodings take a parameter, and the rules of all."""
-    rows = [row for name, parameter in DecodingParams.parameters().items() for row in _takers(name, parameter)]
+    """The table of what a decoding wants beside a parameter in Markdown."""
+    rows = [RULE_TITLES]
     for strategy in chain.from_iterable(map(variants_of, built_in_decodings())):
         for rule in rules_of(strategy):
             free = tuple(value for value in (declaration(rule.param).default, *rule.free) if value is not None)
             rows.append((f"`{rule.param}`", f"`{rule.needs}` {listed(rule.choices)}", listed(free) or "none"))
-    return _markdown([RULE_TITLES, *dict.fromkeys(rows)])
+    return _markdown([*dict.fromkeys(rows)])
 
 
-def _takers(name: str, parameter: Parameter) -> Iterator[tuple[str, ...]]:
-    """A row for each set of decodings that take a value which others refuse, the largest set first."""
-    if name == "decoding":
-        return
-    built_in = built_in_decodings()
+def _takers(name: str, parameter: Parameter) -> str:
+    """The decodings that take another value than the default; by value, if these differ."""
+    built_in = {*built_in_decodings()}
     values = parameter.kind.known if isinstance(parameter.kind, Choice) else (OTHER,)
-    groups = dict.fromkeys(tuple(n for n in decodings_that_take(name, value) if n in built_in) for value in values)
-    for takers in sorted(groups, key=len, reverse=True):
-        others = [variants_of(known)[0] for known in built_in if known not in takers]
-        free = chain.from_iterable(values_taken(other, name) or () for other in others)
-        if others:
-            listed_free = listed(tuple(value for value in dict.fromkeys(free) if value is not None))
-            yield f"`{name}`", f"`decoding` {listed(takers)}", listed_free or "none"
+    values_of: dict[tuple[str, ...], list[str]] = {}
+    for value in values:
+        takers = tuple(known for known in decodings_that_take(name, value) if known in built_in)
+        if value != parameter.default and name != "decoding":
+            values_of.setdefault(takers, []).append(f'"{value}"')
+    texts = {takers: _few(takers, built_in) for takers in values_of}
+    if len(texts) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{', '.join(values_of[takers])}: {text}" for takers, text in texts.items())
+
+
+def _few(takers: Sequence[str], built_in: set[str]) -> str:
+    """Names of decodings, or of those that are missing if these are fewer."""
+    missing = sorted(built_in - {*takers})
+    if not missing:
+        return "all"
+    if len(missing) < len(takers):
+        return f"all but {', '.join(missing)}"
+    return ", ".join(takers) or "none"
 
 
 def _markdown(rows: Sequence[tuple[str, ...]]) -> str:

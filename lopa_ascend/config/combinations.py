@@ -99,12 +99,13 @@ def takes(strategy: type[Any], name: str, value: object) -> bool:
 
 def decodings_that_take(name: str, value: object) -> tuple[str, ...]:
     """The decodings that go with a value of a parameter, whatever the parameters are that choose one of their
-    classes."""
-    return tuple(
-        decoding
-        for decoding, variants in all_decodings()
-        if any(takes(each, name, value) for each in (variants if name in variants[0].told_apart_by else variants[:1]))
-    )
+    classes; if there are none, those of which some class goes with it."""
+    by_default, by_some = [], []
+    for decoding, variants in all_decodings():
+        taken = [takes(each, name, value) for each in variants]
+        by_default += [decoding] if taken[0] or (any(taken) and name in variants[0].told_apart_by) else []
+        by_some += [decoding] if any(taken) else []
+    return tuple(by_default or by_some)
 
 
 def check_combinations(strategy: type[Any], given: Mapping[str, Any]) -> None:
