@@ -9,7 +9,8 @@
     bench plan --device h200 --constants                the constants of a device with their sources
 
 A prediction is a range, from the fastest to the slowest value of each constant. Padding to buckets and prompts come on
-top. Tokens per forward pass (TPF) are an input.
+top. Tokens per forward pass (TPF) are an input. The least time by the data sheet has neither collectives nor fixed
+costs, and all of the memory's and the products' peaks.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from lopa_ascend.config import ConfigError, ModelConfig
-from scripts.arguments import number_from
+from scripts.arguments import number_from, positive
 from scripts.bench.plan.devices import DeviceError, Range, constants_table, known_devices, load_device
 from scripts.bench.plan.measured import compare
 from scripts.bench.plan.models import known_models, load_model
 from scripts.bench.plan.search import DEFAULT_TPF, Plan, best_plan, plan, tokens_per_forward
-from scripts.bench.plan.step import ENDS
+from scripts.bench.plan.step import ENDS, floor
 from scripts.bench.plan.tasks import PRECISIONS, Workload
 from scripts.bench.plan.validate import published_engine, validate
 
@@ -72,6 +73,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     ):
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(f"--{name}", type=number_from(least), default=default, metavar="N", help=text + shown)
+    for name, text in (
+        ("--computed", "block-rows that a step computes; with b blocks 1 - k (b - 1) / (2 b (k + 1)) of them differ from "
+         "the anchor's"),
+        ("--predicted", "computed positions that go through the LM head, such as the masked ones"),
+    ):  # fmt: skip
+        parser.add_argument(name, type=_share, default=1.0, metavar="X", help=f"share of {text} (default: 1)")
     parser.add_argument(
         "--requests",
         nargs="+",
@@ -91,6 +98,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--constants", action="store_true", help="print the constants of --device with their sources")
     parser.add_argument("--validate", action="store_true", help="print predictions beside published speeds")
+
+
+def _share(text: str) -> float:
+    value = positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"must be at most 1, got {text!r}")
+    return value
 
 
 def _parse_tpf(text: str) -> tuple[int | None, float]:
@@ -133,9 +147,8 @@ def _best(args: argparse.Namespace, model: ModelConfig, devices: Range, requests
         ValueError: the flags do not go together, or nothing fits.
     """
     known = _known_tpf(args)
-    work = Workload(
-        precision=args.precision, window=args.window, context=args.context, block=args.block, requests=requests
-    )
+    given = {name: getattr(args, name) for name in ("precision", "window", "context", "block", "computed", "predicted")}
+    work = Workload(**given, requests=requests)
     given = {name: getattr(args, name) for name in ("tp", "bp", "k") if getattr(args, name) is not None}
     if args.dies is not None and len(given) < 3:
         if args.k is not None:
@@ -188,5 +201,8 @@ def _print_prediction(args: argparse.Namespace) -> None:
         return
     for requests, best in plans.items():
         sizes = f"tp {best.work.tp} x bp {best.work.bp}, k = {best.work.k}, {best.replicas} replica(s)"
-        print(f"{requests} request(s): {sizes}, TPF {best.work.tpf:g}")
+        least = f"{1000 * floor(model, devices.low, best.work):.1f} ms"
+        print(
+            f"{requests} request(s): {sizes}, TPF {best.work.tpf:g}; at least {least} on the device, by its data sheet"
+        )
     print(f"\n{table(plans)}")

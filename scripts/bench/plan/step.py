@@ -8,6 +8,7 @@ from typing import Any
 
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.families import FAMILIES
+from scripts.bench.plan import gpu
 from scripts.bench.plan.devices import Device, Range
 from scripts.bench.plan.tasks import Task, Workload, step_tasks
 
@@ -76,7 +77,7 @@ def predict(model: ModelConfig, devices: Range, work: Workload) -> dict[str, Ste
 def predict_on(model: ModelConfig, device: Device, work: Workload) -> Step:
     """The time of one step on a device; see ``predict``."""
     shares = dict.fromkeys((*TERMS.values(), "gaps"), 0.0)
-    for task in step_tasks(model, work):
+    for task in step_tasks(model, work, on_gpu=device.sms > 0):
         shares[TERMS[task.kind]] += task.times * seconds(task, device, work)
         shares["gaps"] += task.times * device.gap_s
     on_device, largest = sum(shares.values()), max(shares, key=shares.__getitem__)
@@ -137,13 +138,30 @@ def seconds(task: Task, device: Device, work: Workload) -> float:
     if TERMS[task.kind] == "collectives":
         ranks = work.bp if task.kind == "exchange" else work.tp
         return collective_seconds(device, ranks, task.bytes, task.kind) + device.collective_events_s
-    memory = task.bytes / device.reachable_bandwidth
+    memory, precision = task.bytes / device.reachable_bandwidth, precision_of(task, work)
     if task.kind == "small":
+        memory *= device.memory_efficiency / device.row_efficiency if device.sms else 1
         return memory + device.vector_kernel_s
-    narrow = task.kind == "product"
-    peak = device.peak_flops(work.precision if narrow or work.precision == "fp32" else "bf16")
+    if device.sms and task.shape:
+        arithmetic = gpu.seconds(task, device, precision)
+    else:
+        arithmetic = task.flops / (device.peak_flops(precision) * device.compute_efficiency)
     fixed = device.attention_kernel_s if task.kind == "attention" else device.matrix_kernel_s
-    return max(memory, task.flops / (peak * device.compute_efficiency)) + fixed
+    return max(memory, arithmetic) + fixed
+
+
+def precision_of(task: Task, work: Workload) -> str:
+    """The number format in which a task computes."""
+    return work.precision if task.kind == "product" or work.precision == "fp32" else "bf16"
+
+
+def floor(model: ModelConfig, device: Device, work: Workload) -> float:
+    """The least seconds of a step by the data sheet: each task the longer of memory and arithmetic at their peaks."""
+    tasks = (task for task in step_tasks(model, work, on_gpu=device.sms > 0) if TERMS[task.kind] != "collectives")
+    return sum(
+        task.times * max(task.bytes / device.memory_bandwidth, task.flops / device.peak_flops(precision_of(task, work)))
+        for task in tasks
+    )
 
 
 def collective_seconds(device: Device, ranks: int, num_bytes: float, kind: str) -> float:
