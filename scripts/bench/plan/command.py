@@ -74,8 +74,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(f"--{name}", type=number_from(least), default=default, metavar="N", help=text + shown)
     for name, text in (
-        ("--computed", "block-rows that a step computes; with b blocks 1 - k (b - 1) / (2 b (k + 1)) of them differ from "
-         "the anchor's"),
+        ("--computed", "block-rows that a step computes; 1 - k (b - 1) / (2 b (k + 1)) of them differ from the anchor's "
+         "with b blocks"),
         ("--predicted", "computed positions that go through the LM head, such as the masked ones"),
     ):  # fmt: skip
         parser.add_argument(name, type=_share, default=1.0, metavar="X", help=f"share of {text} (default: 1)")
