@@ -20,7 +20,6 @@ from lopa_ascend.config.settings import HelpFormatter
 from scripts.bench import decode, grammars, llama, ranks, routing, serve
 from scripts.bench.plan import command as plan
 
-
 COMMANDS = {
     "decode": decode,
     "llama": llama,

@@ -3,16 +3,14 @@
     bench ranks                                the bundled model, tp 2 x bp 2; half a minute
     bench ranks --tp 1 --bp 4 --window full --model DIR
 
-Ranks decode held-out problems together, as a server does. What rank 0 sends in each step must equal a formula over what
-the step computed, and stay below an upper bound; the exit status is 1 if it does not. The formulas, in bytes, where s
-is the size of a hidden state's number:
+Ranks decode held-out problems together, as a server does. What rank 0 sends in each step stands beside a formula over
+what the step computed, which tests/dist/test_traffic.py holds it to, and what the formula gives for Dream-7B. In bytes,
+where s is the size of a hidden state's number:
 
-  layers      2 (layers - 1) tokens x hidden x s, and for the last layer 2 x hidden x s for each row that is needed;
-              at most 2 x layers x tokens x hidden x s
+  layers      2 (layers - 1) tokens x hidden x s, and for the last layer 2 x hidden x s for each row that is needed
   vocabulary  a few float32 numbers for each predicted position: the shard's best token, its logit, and sums of the
               softmax
-  branches    12 for each masked position of the group that has most of them; at most, with control and agreement,
-              12 x positions of active blocks x slots of a rank + 256
+  branches    12 for each masked position of the group that has most of them
   kv          with block-causal windows 0; with full windows the keys and values of the committed positions, and one
               hidden state
   control     8, and what arrives from outside
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
     from lopa_ascend.engine.engine import Engine
 
 PURPOSES = ("layers", "vocabulary", "branches", "kv", "control", "agreement")
-BRANCH_PARALLEL_PURPOSES = ("branches", "control", "agreement")
 CONTROL_BYTES = 8
 """Bytes of a control message without new requests or aborts."""
 PREDICTION_BYTES = 12
@@ -110,41 +107,6 @@ class Formulas:
     def kv_bytes(self) -> int:
         """Bytes of one position's keys and values on one rank."""
         return 2 * self.model.num_layers * self.model.local_kv_heads(self.tp) * self.model.head_dim * self.item_size
-
-    def layers_at_most(self, step: Step) -> int:
-        return 2 * self.model.num_layers * step.tokens * self.model.hidden_size * self.item_size * (self.tp > 1)
-
-    def branches_at_most(self, step: Step) -> int:
-        """Upper bound for "branches", "control" and "agreement" together, without new requests and aborts."""
-        from lopa_ascend.kv.pages import slots_for
-
-        active = (
-            (max(row.end for row in p.rows) - p.start - p.num_new, slots_for(len(p.rows), self.bp)) for p in step.plans
-        )
-        return PREDICTION_BYTES * sum(positions * slots for positions, slots in active) + 256
-
-    def faults(self, steps: Sequence[Step]) -> list[str]:
-        """One line for each deviation of the traffic."""
-        found = []
-        for index, step in enumerate(steps):
-            exact = self.exact(step)
-            sent = {purpose: step.sent(purpose).num_bytes for purpose in PURPOSES}
-            if step.carries_commands:
-                sent["control"] = exact["control"]
-            wrong = {
-                purpose: f"{sent[purpose]}, not {exact[purpose]}"
-                for purpose in PURPOSES
-                if sent[purpose] != exact[purpose]
-            }
-            wrong |= {
-                purpose: f"{step.sent(purpose).num_bytes}, unknown" for purpose in step.traffic.keys() - set(PURPOSES)
-            }
-            if sent["layers"] > self.layers_at_most(step):
-                wrong["layers"] = f"{sent['layers']}, more than allowed"
-            if sum(sent[purpose] for purpose in BRANCH_PARALLEL_PURPOSES) > self.branches_at_most(step):
-                wrong["branches"] = f"{sent}, more than {self.branches_at_most(step)}"
-            found += [f"step {index}, bytes of {purpose}: {text}" for purpose, text in wrong.items()]
-        return found
 
 
 @contextmanager
@@ -239,7 +201,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Measures and prints; the status is 1 if something else was sent than the formulas say."""
+    """Measures and prints."""
     if args.tp * args.bp == 1:
         parser.error("one rank sends nothing: choose a larger --tp or --bp")
     config = EngineConfig(
@@ -249,30 +211,15 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     params = DecodingParams(num_branches=args.branches, max_new_tokens=args.max_tokens, window_attention=args.window)
     model = load_model(str(args.model))
     steps = decode(config, [(prompt, params) for prompt in prompts(str(args.model), model, args.problems)])
-    arrivals = [step.sent("control").num_bytes for step in steps if step.carries_commands]
-    print(
-        f"tp {args.tp} x bp {args.bp}, k = {args.branches}, {args.window} windows, {args.dtype}: {args.problems} "
-        f"problems in {len(steps)} steps; in {len(arrivals)} of them rank 0 passed new requests on "
-        f"({sum(arrivals):,} bytes).\n\n"
-        "Bytes that rank 0 sends in a step, the mean of all steps:\n"
-    )
     formulas = Formulas(model, BYTES_OF[args.dtype], args.tp, args.bp)
-    print_sent(formulas, steps)
-    found = formulas.faults(steps)
-    print("\n".join([f"\n{len(found)} steps with other bytes than the formula's or more than allowed", *found]))
-    return int(bool(found))
-
-
-def print_sent(formulas: Formulas, steps: Sequence[Step]) -> None:
-    """A table by purpose: what was sent, and what the formulas say for this model and for Dream-7B."""
     dream = replace(formulas, model=load_model("Dream-7B"), item_size=BYTES_OF["bfloat16"])
     exact, scaled = ([each.exact(step) for step in steps] for each in (formulas, dream))
-    limits = {"layers": formulas.layers_at_most, "branches": formulas.branches_at_most}
     rows = []
     for purpose in PURPOSES:
         sent = [step.sent(purpose) for step in steps]
-        means = [mean(t.num_bytes for t in sent), mean(each[purpose] for each in exact)]
-        cells = [purpose, f"{mean(t.calls for t in sent):.2f}", *(f"{value:,.1f}" for value in means)]
-        cells.append(f"{mean(map(limits[purpose], steps)):,.1f}" if purpose in limits else "")
-        rows.append([*cells, f"{mean(each[purpose] for each in scaled):,.1f}"])
-    print(table(("purpose", "calls", "bytes", "formula", "at most", "Dream-7B, bfloat16"), rows))
+        means = (mean(t.num_bytes for t in sent), *(mean(each[purpose] for each in found) for found in (exact, scaled)))
+        rows.append([purpose, f"{mean(t.calls for t in sent):.2f}", *(f"{value:,.0f}" for value in means)])
+    arrivals = sum(step.carries_commands for step in steps)
+    print(f"{args.problems} problems in {len(steps)} steps; control of {arrivals} has new requests in it. A step:\n")
+    print(table(("purpose", "calls", "bytes", "formula", "Dream-7B, bfloat16"), rows))
+    return 0

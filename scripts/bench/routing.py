@@ -20,25 +20,24 @@ from typing import Any
 
 import httpx
 
-from scripts.arguments import number_from
+from scripts.arguments import add_numbers
 from scripts.bench.machine import describe_machine
 from scripts.bench.prompts import questions
 from scripts.bench.serve import Level, Server, measure, percentile
+from scripts.bench.tables import table
 
 LONG, REPEATED = 0.3, 0.4
 """Shares of requests that have a long prompt and a long answer, and that repeat an earlier prompt."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    for name, default, text in (
-        ("--replicas", 2, "replicas"),
-        ("--clients", 16, "requests at the same time"),
-        ("--requests", 160, "requests of each turn"),
-        ("--turns", 3, "turns of each router"),
-    ):
-        parser.add_argument(
-            name, type=number_from(1), default=default, metavar="N", help=f"{text} (default: {default})"
-        )
+    add_numbers(
+        parser,
+        ("--replicas", 2, 1, "replicas"),
+        ("--clients", 16, 1, "requests at the same time"),
+        ("--requests", 160, 1, "requests of each turn"),
+        ("--turns", 3, 1, "turns of each router"),
+    )
 
 
 def mixed_bodies(count: int, dice: random.Random) -> list[dict[str, Any]]:
@@ -58,7 +57,7 @@ def mixed_bodies(count: int, dice: random.Random) -> list[dict[str, Any]]:
     return bodies
 
 
-def _row(name: str, levels: list[Level], hits: float) -> str:
+def _cells(name: str, levels: list[Level], hits: float) -> list[str]:
     def middle(values: Iterator[float]) -> str:
         found = [*values]
         return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
@@ -66,7 +65,7 @@ def _row(name: str, levels: list[Level], hits: float) -> str:
     times = [[answer.seconds for answer in level.answers] for level in levels]
     tokens = [sum(answer.tokens for answer in level.answers) / level.seconds for level in levels]
     p50, p99 = (middle(percentile(seconds, share) for seconds in times) for share in (0.5, 0.99))
-    return f"| {name} | {p50} | {p99} | {statistics.median(tokens):.0f} | {100 * hits:.0f} % |"
+    return [name, p50, p99, f"{statistics.median(tokens):.0f}", f"{100 * hits:.0f} %"]
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -83,9 +82,8 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 levels[name].append(asyncio.run(measure(Server(url), bodies, args.clients)))
                 hits[name] += _prefix_hits(url) / args.turns
     print(describe_machine())
-    print("| router | answer p50, s | answer p99, s | tokens/s | prefix hits |\n|---|---|---|---|---|")
-    for name in ROUTERS:
-        print(_row(name, levels[name], hits[name]))
+    columns = ("router", "answer p50, s", "answer p99, s", "tokens/s", "prefix hits")
+    print(table(columns, (_cells(name, levels[name], hits[name]) for name in ROUTERS)))
     return 0
 
 

@@ -27,7 +27,6 @@ import json
 import math
 import os
 import resource
-import socket
 import statistics
 import subprocess
 import sys
@@ -42,17 +41,20 @@ from typing import Any
 import httpx
 import yaml
 
-from scripts.arguments import number_from
+from lopa_ascend.parallel.launch import LOCALHOST, free_port
+from scripts.arguments import add_numbers
 from scripts.bench.machine import describe_machine
 from scripts.bench.processes import Used, seconds_between, used_by
 from scripts.bench.prompts import chat, questions
+from scripts.bench.tables import row, table
 
-CLIENTS = (1, 2, 4, 8, 16, 32)
 ROOT = Path(__file__).resolve().parents[2]
 READY = "serving   "
 """What the server's line with its address begins with."""
 TIMEOUT = 600
 """Seconds for an answer."""
+START_SECONDS = 600
+"""For a server that is started."""
 
 
 @dataclass
@@ -77,42 +79,34 @@ class Level:
     clients: int
     answers: Sequence[Answer]
     seconds: float
-    """Seconds of all requests by the clock."""
+    """Of all requests by the clock."""
     cpu: Mapping[str, float]
     """CPU seconds of all requests, by part of the server."""
 
     def as_json(self) -> dict[str, Any]:
         """The figures by name."""
-        tokens = sum(answer.tokens for answer in self.answers)
-        forwards = sum(answer.forwards for answer in self.answers)
-        found: dict[str, Any] = {
+        tokens, forwards = (sum(getattr(answer, name) for answer in self.answers) for name in ("tokens", "forwards"))
+        times = {"first": [answer.first for answer in self.answers], "answer": [a.seconds for a in self.answers]}
+        return {
             "clients": self.clients,
             "requests_per_second": round(len(self.answers) / self.seconds, 3),
             "tokens_per_second": round(tokens / self.seconds, 1),
             "tpf": round(tokens / forwards, 2) if forwards else None,
+            **{
+                f"{name}_p{100 * share:.0f}_ms": round(1000 * percentile(values, share), 1)
+                for name, values in times.items()
+                for share in (0.5, 0.99)
+            },
+            "pieces": round(statistics.mean(answer.pieces for answer in self.answers), 1),
+            "cpu_ms": {part: round(1000 * used / len(self.answers), 2) for part, used in self.cpu.items()},
         }
-        times = {"first": [answer.first for answer in self.answers], "answer": [a.seconds for a in self.answers]}
-        for name, values in times.items():
-            for share in (0.5, 0.99):
-                found[f"{name}_p{100 * share:.0f}_ms"] = round(1000 * percentile(values, share), 1)
-        found["pieces"] = round(statistics.mean(answer.pieces for answer in self.answers), 1)
-        found["cpu_ms"] = {part: round(1000 * used / len(self.answers), 2) for part, used in self.cpu.items()}
-        return found
 
 
-HEADINGS = {
-    "clients": "clients",
-    "requests_per_second": "requests/s",
-    "tokens_per_second": "tokens/s",
-    "tpf": "TPF",
-    "first_p50_ms": "first p50, ms",
-    "first_p99_ms": "first p99",
-    "answer_p50_ms": "answer p50",
-    "answer_p99_ms": "answer p99",
-    "pieces": "pieces",
-    "cpu_ms": "CPU, ms",
-}
-"""Figure -> heading of its column."""
+HEADINGS = (
+    *("clients", "requests/s", "tokens/s", "TPF", "first p50, ms", "first p99", "answer p50", "answer p99", "pieces"),
+    "CPU, ms",
+)
+"""Of the figures of a level, in their order."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -123,18 +117,12 @@ def percentile(values: Sequence[float], share: float) -> float:
 def make_bodies(count: int, max_tokens: int, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Streamed chat requests with the held-out problems, which come again if there are fewer than ``count``."""
     common = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": max_tokens, **fields}
-    return [
-        {"messages": chat(question), **common} for question in itertools.islice(itertools.cycle(questions()), count)
-    ]
+    asked = itertools.islice(itertools.cycle(questions()), count)
+    return [{"messages": chat(question), **common} for question in asked]
 
 
 async def measure(server: Server, bodies: Sequence[Mapping[str, Any]], clients: int) -> Level:
-    """Sends requests to a server, after a first one that does not count.
-
-    Args:
-        server: which is asked.
-        bodies: of the requests.
-        clients: requests at the same time.
+    """Sends requests from several clients, after a first one that does not count.
 
     Raises:
         RuntimeError: a request failed.
@@ -197,6 +185,9 @@ def _take(answer: Answer, event: Mapping[str, Any], seconds: float) -> None:
         answer.forwards = (event.get("lopa") or {}).get("num_forwards", 0)
 
 
+# ---- servers ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Server:
     """A running server."""
@@ -236,51 +227,18 @@ def serving(command: Sequence[str], environment: Mapping[str, str], url: str | N
             process.wait()
 
 
-def one_server(flags: Sequence[str]) -> AbstractContextManager[Server]:
-    """A server without prefix cache. One thread: OpenMP's default would compete with the clients for the cores."""
-    command = [sys.executable, "-m", "lopa_ascend.serve", "--port", "0", "--no-enable-prefix-caching", *flags]
-    return serving(command, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
-
-
-@contextmanager
-def stand_ins(replicas: int, ingresses: int) -> Iterator[Server]:
-    """Stand-ins for engines behind Ray Serve, on a cluster of this machine.
-
-    Args:
-        replicas: how many there are.
-        ingresses: processes that answer HTTP.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    application = {
-        "name": "lopa",
-        "route_prefix": "/",
-        "import_path": "scripts.bench.standin:build",
-        "args": {"replicas": replicas},
-        "deployments": [{"name": "Ingress", "num_replicas": ingresses}],
-    }
-    http = {"host": "127.0.0.1", "port": port}
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        yaml.safe_dump({"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}, file)
-        file.flush()
-        command = [sys.executable, "-m", "ray.serve.scripts", "run", "--app-dir", str(ROOT), file.name]
-        environment = {"RAY_ADDRESS": "local", "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": replicas})}
-        with serving(command, environment, f"http://127.0.0.1:{port}") as server:
-            yield server
-
-
 def _await_address(process: subprocess.Popen[bytes], log: Path, url: str | None) -> str:
     """Waits until a server serves, and returns its address, which its log has if ``url`` is None."""
+    deadline = time.monotonic() + START_SECONDS
     while True:
-        has_ended = process.poll() is not None
+        is_over = process.poll() is not None or time.monotonic() > deadline
         text = log.read_text(errors="replace")
         for line in text.splitlines(keepends=True):
             if line.startswith(READY) and line.endswith("\n"):
                 return line.split()[1]
         if url is not None and _is_ready(url):
             return url
-        if has_ended:
+        if is_over:
             raise RuntimeError(f"the server did not start:\n{text}")
         time.sleep(0.1)
 
@@ -292,31 +250,46 @@ def _is_ready(url: str) -> bool:
         return False
 
 
+def one_server(flags: Sequence[str]) -> AbstractContextManager[Server]:
+    """A server without prefix cache. One thread: OpenMP's default would compete with the clients for the cores."""
+    command = [sys.executable, "-m", "lopa_ascend.serve", "--port", "0", "--no-enable-prefix-caching", *flags]
+    return serving(command, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
+
+
+@contextmanager
+def stand_ins(replicas: int, ingresses: int) -> Iterator[Server]:
+    """Stand-ins for engines behind Ray Serve, and processes that answer HTTP, on a cluster of this machine."""
+    http = {"host": LOCALHOST, "port": free_port()}
+    application = {
+        "name": "lopa",
+        "route_prefix": "/",
+        "import_path": "scripts.bench.standin:build",
+        "args": {"replicas": replicas},
+        "deployments": [{"name": "Ingress", "num_replicas": ingresses}],
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump({"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}, file)
+        file.flush()
+        command = [sys.executable, "-m", "ray.serve.scripts", "run", "--app-dir", str(ROOT), file.name]
+        environment = {"RAY_ADDRESS": "local", "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": replicas})}
+        with serving(command, environment, f"http://{LOCALHOST}:{http['port']}") as server:
+            yield server
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running server (default: one is started here, without prefix cache)")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of a server that is started")
-    parser.add_argument("--stand-ins", type=number_from(1), metavar="N", help="start N stand-ins for engines")
-    parser.add_argument(
-        "--ingresses",
-        type=number_from(1),
-        metavar="N",
-        help="of the stand-ins: processes that answer HTTP (default: 1)",
+    add_numbers(
+        parser,
+        ("--stand-ins", None, 1, "start N stand-ins for engines"),
+        ("--ingresses", None, 1, "of the stand-ins: processes that answer HTTP (default: 1)"),
+        ("--clients", [1, 2, 4, 8, 16, 32], 1, "numbers of clients"),
+        ("--requests", 96, 1, "requests for each number of clients"),
+        ("--max-tokens", 192, 1, "tokens of an answer, at most"),
     )
-    parser.add_argument(
-        "--clients",
-        type=number_from(1),
-        nargs="+",
-        default=CLIENTS,
-        metavar="N",
-        help=f"numbers of clients (default: {' '.join(map(str, CLIENTS))})",
-    )
-    for name, default, text in (
-        ("--requests", 96, "requests for each number of clients"),
-        ("--max-tokens", 192, "tokens of an answer, at most"),
-    ):
-        parser.add_argument(
-            name, type=number_from(1), default=default, metavar="N", help=f"{text} (default: {default})"
-        )
     parser.add_argument(
         "--fields", nargs="+", default=[], metavar="NAME=VALUE", help="fields of the requests, such as num_branches=3"
     )
@@ -346,11 +319,11 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     levels = []
     with server as running:
         if not args.json:
-            print(f"| {' | '.join(HEADINGS.values())} |\n{'|---' * len(HEADINGS)}|", flush=True)
+            print(table(HEADINGS), flush=True)
         for clients in args.clients:
             levels.append(asyncio.run(measure(running, bodies, clients)).as_json())
             if not args.json:
-                print(f"| {' | '.join(str(levels[-1][name]) for name in HEADINGS)} |", flush=True)
+                print(row(levels[-1].values()), flush=True)
     if args.json:
         print(json.dumps({"machine": describe_machine(), "levels": levels}))
     return 0

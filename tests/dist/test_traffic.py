@@ -72,4 +72,9 @@ def test_every_step_sends_what_the_formulas_say(tp: int, bp: int) -> None:
         assert sent["kv"].num_bytes == sum(commit * kv_position + hidden for commit in full)
         second_phases, commits = second_phases + len(full), commits + len(committing)
     assert 0 < second_phases < commits
-    assert Formulas(model, 4, tp, bp).faults(steps) == []
+    formulas = Formulas(model, 4, tp, bp)
+    for step in steps:
+        exact = formulas.exact(step)
+        assert step.traffic.keys() <= exact.keys()
+        sent = {purpose: step.sent(purpose).num_bytes for purpose in exact}
+        assert sent | ({"control": exact["control"]} if step.carries_commands else {}) == exact

@@ -42,9 +42,9 @@ def test_no_command_loads_torch_for_its_help() -> None:
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("ranks traffic --tp 0", "--tp: must be a whole number from 1 on, got '0'"),
-        ("ranks traffic --problems 0", "--problems: must be a whole number from 1 on, got '0'"),
-        ("ranks traffic --tp 1 --bp 1", "one rank sends nothing"),
+        ("ranks --tp 0", "--tp: must be a whole number from 1 on, got '0'"),
+        ("ranks --problems 0", "--problems: must be a whole number from 1 on, got '0'"),
+        ("ranks --tp 1 --bp 1", "one rank sends nothing"),
         ("decode --rounds 0", "--rounds: must be a whole number from 1 on, got '0'"),
         ("decode --graph-mode inductor", "steps are compiled for one decoding: give one of --branches"),
         ("decode --params tau=0.9", "tau: unknown option; choose from"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lopa_ascend.config.files import read_json_object
+from scripts.bench.tables import table
 
 FILE = Path(__file__).with_name("devices.json")
 REPORTED = "910c"
@@ -154,25 +155,18 @@ def load_device(name: str) -> Range:
 
 
 def constants_table(name: str) -> str:
-    """The constants of a device with their sources, as a table in Markdown.
-
-    Raises:
-        DeviceError: as ``load_device``.
-    """
+    """The constants of a device with their sources, as a table in Markdown."""
     devices, description = load_device(name), _description(name)
     is_report = "findings" in description
     constants = _description(REPORTED if is_report else name)["constants"]
     built_in = parse_device({"constants": constants}, name)
-    rows = [("constant", "value", "source"), ("---",) * 3]
+    rows = []
     for constant in _names(constants):
         _, unit, source = constants[constant]
-        if any(
-            getattr(device, constant) != getattr(old, constant) for device, old in zip(devices, built_in, strict=True)
-        ):
-            source = name
-        ends = dict.fromkeys(f"{getattr(device, constant):g}" for device in devices)
-        rows.append((constant, f"{' to '.join(ends)} {unit}".rstrip(), source))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        ends, old = ([getattr(device, constant) for device in each] for each in (devices, built_in))
+        value = " to ".join(dict.fromkeys(f"{end:g}" for end in ends))
+        rows.append((constant, f"{value} {unit}".rstrip(), source if ends == old else name))
+    return table(("constant", "value", "source"), rows)
 
 
 def _description(name: str) -> dict[str, Any]:
@@ -241,10 +235,6 @@ def _values(constants: dict[str, Any], name: str, source: str) -> tuple[float, f
 
 def measured_device(report: Mapping[str, Any], source: str) -> Range:
     """The 910C with what the self-test has measured on one, as far as it has.
-
-    Args:
-        report: as ``scripts.selftest --json`` writes it.
-        source: where it comes from, for messages.
 
     Raises:
         DeviceError: the report is of another version of the self-test.
