@@ -76,5 +76,5 @@ def test_every_step_sends_what_the_formulas_say(tp: int, bp: int) -> None:
     for step in steps:
         exact = formulas.exact(step)
         assert step.traffic.keys() <= exact.keys()
-        sent = {purpose: step.sent(purpose).num_bytes for purpose in exact}
-        assert sent | ({"control": exact["control"]} if step.carries_commands else {}) == exact
+        counted = {purpose: step.sent(purpose).num_bytes for purpose in exact}
+        assert counted | ({"control": exact["control"]} if step.carries_commands else {}) == exact
