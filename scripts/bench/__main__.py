@@ -4,7 +4,6 @@
     python -m scripts.bench llama    forward passes of this engine beside llama.cpp's
     python -m scripts.bench serve    a server under load: latency, tokens/s, and how fine its streams are
     python -m scripts.bench grammars what structured output costs
-    python -m scripts.bench routing  which replica of several should get a request
     python -m scripts.bench ranks    what ranks send each other
     python -m scripts.bench plan     how long a step takes on a device, and the best (tp, bp, k)
 
@@ -17,7 +16,7 @@ import argparse
 from collections.abc import Sequence
 
 from lopa_ascend.config.settings import HelpFormatter
-from scripts.bench import decode, grammars, llama, ranks, routing, serve
+from scripts.bench import decode, grammars, llama, ranks, serve
 from scripts.bench.plan import command as plan
 
 COMMANDS = {
@@ -25,7 +24,6 @@ COMMANDS = {
     "llama": llama,
     "serve": serve,
     "grammars": grammars,
-    "routing": routing,
     "ranks": ranks,
     "plan": plan,
 }

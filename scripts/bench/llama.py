@@ -23,14 +23,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lopa_ascend.config import ConfigError, ParameterError
+from lopa_ascend.core import Request
 from scripts.arguments import add_numbers, model_directory
 from scripts.bench.decode import FORMATS, format_options
 from scripts.bench.machine import describe_machine
+from scripts.bench.prompts import text_prompts
 from scripts.bench.tables import table
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
 
+OURS = ("bfloat16", "w8a8", "w4a8", "w4a8_g128")
+"""Number formats."""
 CONTEXT = 128
 """Positions before those of the pass: a page, so that the prefix cache holds them."""
 PASSES = 3
@@ -61,10 +66,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar=("MODEL", "GGUF"),
         help="a model of ours and GGUF files to set beside it; may be given several times",
     )
-    default = FORMATS[1:]
-    parser.add_argument(
-        "--formats", nargs="+", choices=FORMATS, default=default, help="ours (default: all but float32)"
-    )
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=OURS, help=f"ours (default: {' '.join(OURS)})")
     add_numbers(
         parser,
         ("--positions", [1, 4, 8, 16, 32], 1, "positions of a pass"),
@@ -77,8 +79,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Measures and prints what the command line asks for."""
     from lopa_ascend.checkpoint import CheckpointError
-    from lopa_ascend.config import ConfigError, ParameterError
 
+    refused = (CheckpointError, ConfigError, ParameterError)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded: llama.cpp has the cores for itself
     if any(len(pair) < 2 for pair in args.pair):
         parser.error("argument --pair: a model of ours and at least one GGUF file")
@@ -86,9 +88,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         models = [
             {"model": model, "times": measure(model_directory(model), files, args)} for model, *files in args.pair
         ]
-    except (subprocess.TimeoutExpired, argparse.ArgumentTypeError, CheckpointError, ConfigError) as error:
-        parser.error(str(error))
-    except (ParameterError, RuntimeError, OSError) as error:
+    except (argparse.ArgumentTypeError, subprocess.TimeoutExpired, *refused, RuntimeError, OSError) as error:
         parser.error(str(error))
     [about] = llama_bench(args.llama_bench, {"-m": args.pair[0][1], "-n": 0, "-p": 1, "-r": 1})
     version = f"{about['build_commit']}, {about['backends']}"
@@ -117,7 +117,7 @@ def measure(model: Path, files: Sequence[str], args: argparse.Namespace) -> list
                 (Kind("ours", name, threads, count), seconds)
                 for name, llm in llms.items()
                 for count in args.positions
-                for seconds in own_passes(llm, model, count)
+                for seconds in own_passes(llm, count)
             ]
             for file in files:
                 found += llama_passes(args.llama_bench, file, threads, args.positions)
@@ -128,16 +128,9 @@ def measure(model: Path, files: Sequence[str], args: argparse.Namespace) -> list
     return [{**kind._asdict(), "seconds": seconds} for kind, seconds in fastest.items()]
 
 
-def own_passes(llm: LLM, model: Path, positions: int) -> Iterator[float]:
+def own_passes(llm: LLM, positions: int) -> Iterator[float]:
     """Seconds of passes over a block of masks."""
-    from lopa_ascend import DecodingParams
-    from lopa_ascend.config.combinations import fitting_defaults
-    from lopa_ascend.core import Request
-    from lopa_ascend.families import recommended_decoding
-    from scripts.bench.prompts import text_prompts
-
-    options = {"decoding": "d2f", "block_size": positions, "max_new_tokens": positions, "ignore_eos": True}
-    params = DecodingParams(**{**fitting_defaults(recommended_decoding(model), options), **options})
+    params = llm.params(decoding="d2f", block_size=positions, max_new_tokens=positions, ignore_eos=True)
     [prompt] = text_prompts(llm, 1, CONTEXT)
     llm.generate([prompt], params, quiet=True)  # keeps the prompt in the prefix cache
     for _ in range(PASSES):
@@ -147,7 +140,7 @@ def own_passes(llm: LLM, model: Path, positions: int) -> Iterator[float]:
         seconds = time.perf_counter() - started
         llm.engine.abort("pass")
         if update.model_tokens != positions:
-            raise RuntimeError(f"{model}: a pass over {positions} masks computes {update.model_tokens} positions")
+            raise RuntimeError(f"a pass over {positions} masks computes {update.model_tokens} positions")
         yield seconds
 
 

@@ -33,7 +33,7 @@ def write_random_model(folder: Path) -> None:
     """Writes a random Dream of 125 M parameters, unless it is there."""
     if (folder / "config.json").exists():
         return
-    family = FAMILIES["dream"]
+    family = FAMILIES["Dream"]
     config = family.config_json("7B") | shape(768, 2048, 12, 12, 4, torch_dtype="float32")
     config |= {"vocab_size": 32000, "mask_token_id": 31999, "eos_token_id": 31998, "max_position_embeddings": 2048}
     specs = family.tensors(read_config(config, {}, str(folder), family)).specs.values()
