@@ -1,9 +1,9 @@
 """The arithmetic of a GPU's kernels by their shapes: tiles that are dealt out to its SMs in waves, and the L2 cache.
 
 A wave takes as long as its last tile, so 144 tiles on 132 SMs take as long as 264. The libraries for bf16 and fp8
-choose the best of several tiles, and split a product's inputs where it has few tiles. This project's int8 kernel has
-one tile, whose operands come from the L2 cache anew for each tile, and does not split. Its attention reads the keys of
-a group of rows once for each tile of them.
+choose the best of several tiles, and split a product's inputs where it has few tiles. The operands of this project's
+int8 kernel come from the L2 cache anew for each tile, and it does not split. Its attention reads the keys of a group of
+rows once for each tile of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ TILES = ((64, 128), (128, 128), (128, 192), (128, 256), (256, 128))
 SPLITS = (1, 2, 4, 8)
 """Parts into which it splits the inputs of a product."""
 INT8_TILE = 128
-"""Tokens and outputs of a tile of the int8 kernel."""
-KEYS_OF_A_TILE = 64
-"""Keys that the attention kernel takes at a time; no split has fewer."""
+"""Tokens and outputs of a tile of the int8 kernel, at most."""
+KEYS_OF_A_PART = 512
+"""No part of the keys has fewer."""
 
 
 def seconds(task: Task, device: Device, precision: str) -> float:
@@ -51,19 +51,19 @@ def _library_product(shape: tuple[int, ...], tile: tuple[int, int], splits: int,
 
 
 def _int8_product(shape: tuple[int, ...], device: Device) -> float:
-    tiles, inputs = _tiles(shape, INT8_TILE, INT8_TILE), shape[2]
-    rate = device.int8_flops * device.int8_efficiency / device.sms
-    return max(
-        _waves(tiles, device) * 2 * INT8_TILE**2 * inputs / rate,
-        tiles * 2 * INT8_TILE * inputs / device.l2_bandwidth,
-    )
+    tokens, outputs, inputs = shape
+    rows = min(INT8_TILE, 2 ** math.ceil(math.log2(max(tokens, 16))))
+    columns = 32 if outputs <= 8192 and tokens <= 256 else INT8_TILE
+    tiles, rate = _tiles(shape, rows, columns), device.int8_flops * device.int8_efficiency / device.sms
+    arithmetic = _waves(tiles, device) * 2 * rows * columns * inputs / rate
+    return max(arithmetic, tiles * (rows + columns) * inputs / device.l2_bandwidth)
 
 
 def _attention(shape: tuple[int, ...], device: Device, precision: str) -> float:
     """Keys are split where that gives more SMs a tile; the parts are merged by a kernel of their own."""
     rows, groups, keys, dim = shape
     tiles = groups * math.ceil(rows / device.attention_rows)
-    splits = max(1, min(device.attention_splits, device.sms // tiles, keys // KEYS_OF_A_TILE))
+    splits = max(1, min(device.attention_splits, device.sms // tiles, keys // KEYS_OF_A_PART))
     of_tile = 4 * device.attention_rows * math.ceil(keys / splits) * dim
     rate = device.peak_flops(precision) * device.attention_efficiency / device.sms
     from_l2 = tiles * keys * 2 * dim * (4 if precision == "fp32" else 2) / device.l2_bandwidth
