@@ -160,13 +160,8 @@ def _given(known: Mapping[str, Setting], texts: list[str]) -> dict[str, Any]:
 
 
 def measure_all(args: argparse.Namespace, engine: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Everything that was measured, as it is printed with --json.
-
-    Args:
-        args: all arguments of the command.
-        engine: further settings of the engine.
-        given: further decoding parameters.
-    """
+    """Everything that was measured, as it is printed with --json; ``engine`` and ``given`` are further settings and
+    decoding parameters."""
     from scripts.bench import measure, parts
 
     cases = [
@@ -241,14 +236,7 @@ def format_options(name: str) -> dict[str, str]:
 def case_params(
     recommended: dict[str, Any], case: Case, args: argparse.Namespace, given: dict[str, Any]
 ) -> DecodingParams:
-    """How a case is decoded. Answers of the random model, whose tokens mean nothing, do not end early.
-
-    Args:
-        recommended: decoding parameters that the model's directory recommends.
-        case: the case.
-        args: all arguments of the command.
-        given: further decoding parameters.
-    """
+    """How a case is decoded. Answers of the random model, whose tokens mean nothing, do not end early."""
     options: dict[str, Any] = {
         "decoding": "lopa" if case.k else given.get("base", "d2f"),
         "num_branches": case.k,

@@ -50,15 +50,12 @@ def decode(
     cached: bool,
     peaks: Peaks | None,
 ) -> dict[str, Any]:
-    """The figures of all prompts, decoded once, by name.
+    """The figures of all prompts, decoded once in batches, by name.
 
     Args:
-        llm: the model.
-        prompts: token ids.
-        params: of every request.
         together: requests of a batch.
         cached: prompts are computed before, and taken from the prefix cache, so that only decoding is measured.
-        peaks: of this machine, for floors; None for none.
+        peaks: of this machine, for floors.
 
     Raises:
         RuntimeError: the prefix cache has no room for the prompts.

@@ -240,12 +240,8 @@ class Server:
 
 @contextmanager
 def serving(command: Sequence[str], environment: Mapping[str, str], url: str | None = None) -> Iterator[Server]:
-    """A server that is started, and ended after the ``with`` block.
-
-    Args:
-        command: starts it.
-        environment: variables in addition to this process's own, which win.
-        url: its address; None: its log has it.
+    """A server that is started, and ended after the ``with`` block. This process's own variables win over
+    ``environment``; without ``url`` the log has the address.
 
     Raises:
         RuntimeError: the server did not start.
@@ -293,13 +289,8 @@ def one_server(flags: Sequence[str]) -> AbstractContextManager[Server]:
 
 @contextmanager
 def on_ray(application: str, replicas: int, ingresses: int = 1) -> Iterator[Server]:
-    """An application of scripts/bench/replicas.py on a cluster of this machine, whose replicas have all reported.
-
-    Args:
-        application: the function that builds it.
-        replicas: engines, or stand-ins for them.
-        ingresses: processes that answer HTTP.
-    """
+    """An application of scripts/bench/replicas.py, by its function, on a cluster of this machine; its replicas have all
+    reported. ``ingresses`` are processes that answer HTTP."""
     http = {"host": LOCALHOST, "port": free_port()}
     built = {
         "name": "lopa",

@@ -187,12 +187,8 @@ def _description(name: str) -> dict[str, Any]:
 
 
 def parse_device(description: dict[str, Any], source: str) -> Range:
-    """The device of a JSON object.
-
-    Args:
-        description: "constants": name -> [value, unit, source]; a value that is known within a range alone is [fastest,
-            slowest]. Those of GPUs go together.
-        source: where it comes from, for messages.
+    """The device of a JSON object: "constants" by name as [value, unit, source]. A value that is known within a range
+    alone is [fastest, slowest]. Those of GPUs go together.
 
     Raises:
         DeviceError: a constant is missing, unknown, no number that makes sense, in another unit, or without a source.

@@ -101,11 +101,8 @@ def all_plans(
     """Every (tp, bp, k) that fits on the dies.
 
     Args:
-        model: the geometry.
-        devices: of each rank.
         work: ``tp``, ``bp`` and ``k`` are ignored.
         known_tpf: tokens per forward pass by k; no k outside these is tried.
-        dies: how many there are.
         given: "tp" and "bp" that all plans must have; those without one are searched.
     """
     given = given or {}

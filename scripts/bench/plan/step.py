@@ -63,11 +63,6 @@ TERMS = {
 def predict(model: ModelConfig, devices: Range, work: Workload) -> dict[str, Step]:
     """The time of one step, at both ends of its range.
 
-    Args:
-        model: the geometry.
-        devices: of each rank.
-        work: what a group of ranks decodes.
-
     Raises:
         ValueError: the model cannot be split over ``tp`` ranks, or the precision is unknown.
     """
@@ -119,11 +114,8 @@ def lengths_written(tpf: float, block: int) -> float:
 
     They change where a block is opened and where one is committed: in at most 2 tpf / block of the steps, and in fewer
     as both may fall into one. This is the share if they do so by chance; the golden traces of the published code have
-    up to 0.14 less (tests/unit/test_planner.py).
-
-    Args:
-        tpf: tokens per forward pass of the sequence.
-        block: its positions; 1: each step has other lengths, as in autoregressive decoding.
+    up to 0.14 less (tests/unit/test_planner.py). With blocks of 1 each step has other lengths, as in autoregressive
+    decoding.
     """
     return 1 - (1 - min(1.0, tpf / block)) ** 2
 
