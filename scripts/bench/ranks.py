@@ -20,22 +20,23 @@ where s is the size of a hidden state's number:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from lopa_ascend.config import DecodingParams, EngineConfig, ModelConfig
+from lopa_ascend.config import DecodingParams, ModelConfig
 from lopa_ascend.decode.block_pipeline import WINDOW_ATTENTIONS
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.types import SequencePlan, Traffic
 from scripts.arguments import add_numbers, model_directory
 from scripts.bench.plan.models import load_model
-from scripts.bench.prompts import chat, questions
+from scripts.bench.prompts import text_prompts
 from scripts.bench.tables import table
 
 if TYPE_CHECKING:
+    from lopa_ascend import LLM
     from lopa_ascend.engine.engine import Engine
 
 PURPOSES = ("layers", "vocabulary", "branches", "kv", "control", "agreement")
@@ -149,30 +150,16 @@ def recording(engine: Engine) -> Iterator[list[Step]]:
     yield steps
 
 
-def decode(config: EngineConfig, requests: Sequence[tuple[Sequence[int], DecodingParams]]) -> list[Step]:
+def decode(llm: LLM, requests: Iterable[tuple[Sequence[int], DecodingParams]]) -> list[Step]:
     """Every step of ranks that decode requests together, by token ids of prompts and parameters."""
     from lopa_ascend.core import Request
-    from lopa_ascend.engine.ranks import start_engine
 
-    engine = start_engine(config)
-    try:
-        with recording(engine) as steps:
-            for index, (prompt, params) in enumerate(requests):
-                engine.add(Request(str(index), tuple(prompt), params))
-            while engine.has_work():
-                engine.step()
-        return steps
-    finally:
-        engine.close()
-
-
-def prompts(model: str, config: ModelConfig, count: int) -> list[list[int]]:
-    """The first held-out problems as chat prompts of a model, in token ids."""
-    from lopa_ascend.text.prompt import Prompts
-    from lopa_ascend.text.tokenizer_files import load_tokenizer
-
-    encoder = Prompts(load_tokenizer(model, config.vocab_size), config.vocab_size, config.mask_token_id, model)
-    return [encoder.encode_chat(chat(question)) for question in questions()[:count]]
+    with recording(llm.engine) as steps:
+        for index, (prompt, params) in enumerate(requests):
+            llm.engine.add(Request(str(index), tuple(prompt), params))
+        while llm.engine.has_work():
+            llm.engine.step()
+    return steps
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -204,14 +191,13 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Measures and prints."""
     if args.tp * args.bp == 1:
         parser.error("one rank sends nothing: choose a larger --tp or --bp")
-    config = EngineConfig(
-        model=str(args.model), dtype=args.dtype, tensor_parallel_size=args.tp, branch_parallel_size=args.bp,
-        enable_prefix_caching=False, max_num_seqs=args.max_num_seqs, threads=1,
-    )  # fmt: skip
+    from lopa_ascend import LLM
+
     params = DecodingParams(num_branches=args.branches, max_new_tokens=args.max_tokens, window_attention=args.window)
-    model = load_model(str(args.model))
-    steps = decode(config, [(prompt, params) for prompt in prompts(str(args.model), model, args.problems)])
-    formulas = Formulas(model, BYTES_OF[args.dtype], args.tp, args.bp)
+    options = {"dtype": args.dtype, "tensor_parallel_size": args.tp, "branch_parallel_size": args.bp, "threads": 1}
+    with LLM(args.model, **options, enable_prefix_caching=False, max_num_seqs=args.max_num_seqs) as llm:
+        steps = decode(llm, ((prompt, params) for prompt in text_prompts(llm, args.problems)))
+    formulas = Formulas(llm.config, BYTES_OF[args.dtype], args.tp, args.bp)
     dream = replace(formulas, model=load_model("Dream-7B"), item_size=BYTES_OF["bfloat16"])
     exact, scaled = ([each.exact(step) for step in steps] for each in (formulas, dream))
     rows = []

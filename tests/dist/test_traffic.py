@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from lopa_ascend import DecodingParams
-from lopa_ascend.config import EngineConfig
+from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.engine import AGREEMENT_INTERVAL
 from lopa_ascend.types import SequencePlan
 from scripts.bench import ranks
 from scripts.bench.plan.models import load_model
+from scripts.bench.prompts import text_prompts
 from scripts.bench.ranks import Formulas, Step
 from tests.tiers import slow_but
 
@@ -26,17 +26,12 @@ MODEL = load_model(str(DEMO_MODEL))
 
 def recorded(tp: int, bp: int) -> list[Step]:
     """Every step of rank 0: problems of both window modes, three at a time, whose branches bp does not divide."""
-    config = EngineConfig(
-        tensor_parallel_size=tp,
-        branch_parallel_size=bp,
-        enable_prefix_caching=False,
-        max_num_seqs=3,
-        threads=1,
-    )
     windows = ("block_causal", "full", "block_causal", "full")
-    prompts = ranks.prompts(str(DEMO_MODEL), MODEL, len(windows))
-    params = (REQUEST.changed(window_attention=window) for window in windows)
-    steps = ranks.decode(config, list(zip(prompts, params, strict=True)))
+    requests = [REQUEST.changed(window_attention=window) for window in windows]
+    with LLM(
+        tensor_parallel_size=tp, branch_parallel_size=bp, enable_prefix_caching=False, max_num_seqs=3, threads=1
+    ) as llm:
+        steps = ranks.decode(llm, zip(text_prompts(llm, len(windows)), requests, strict=True))
     are_compared = [not i % AGREEMENT_INTERVAL for i in range(1, len(steps) + 1)]
     assert [step.sent("agreement").calls for step in steps] == are_compared
     assert sum(step.carries_commands for step in steps) == 1
