@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lopa_ascend.config import ParameterError
@@ -20,6 +20,22 @@ def number_from(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def add_numbers(parser: argparse.ArgumentParser, *flags: tuple[str, int | Sequence[int] | None, int, str]) -> None:
+    """Adds flags of whole numbers.
+
+    Args:
+        parser: of the command.
+        flags: name, default, least number and help. A sequence as the default stands for several numbers.
+    """
+    for name, default, least, text in flags:
+        several = isinstance(default, Sequence)
+        shown = " ".join(map(str, default)) if isinstance(default, Sequence) else default
+        text += "" if shown in (None, "") else f" (default: {shown})"
+        parser.add_argument(
+            name, type=number_from(least), nargs="+" if several else None, default=default, metavar="N", help=text
+        )
 
 
 def positive(text: str) -> float:

@@ -4,8 +4,7 @@
     python -m scripts.bench llama    forward passes of this engine beside llama.cpp's
     python -m scripts.bench serve    a server under load: latency, tokens/s, and how fine its streams are
     python -m scripts.bench grammars what structured output costs
-    python -m scripts.bench routing  which replica of several should get a request
-    python -m scripts.bench ranks    what ranks send each other, and how work divides among them
+    python -m scripts.bench ranks    what ranks send each other
     python -m scripts.bench plan     how long a step takes on a device, and the best (tp, bp, k)
 
 Each of them has a --help of its own.
@@ -17,16 +16,14 @@ import argparse
 from collections.abc import Sequence
 
 from lopa_ascend.config.settings import HelpFormatter
-from scripts.bench import decode, grammars, llama, routing, serve
+from scripts.bench import decode, grammars, llama, ranks, serve
 from scripts.bench.plan import command as plan
-from scripts.bench.ranks import command as ranks
 
 COMMANDS = {
     "decode": decode,
     "llama": llama,
     "serve": serve,
     "grammars": grammars,
-    "routing": routing,
     "ranks": ranks,
     "plan": plan,
 }

@@ -46,114 +46,99 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lopa_ascend.config import (
-    ConfigError,
-    DecodingParams,
-    EngineConfig,
-    ParameterError,
-)
+from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.config.combinations import fitting_defaults
 from lopa_ascend.config.engine import QUANTIZATIONS
 from lopa_ascend.config.settings import Setting, refuse_unknown, settings
 from lopa_ascend.decode.block_pipeline import WINDOW_ATTENTIONS
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.families import recommended_decoding
-from scripts.arguments import model_directory, number_from
+from scripts.arguments import add_numbers, model_directory
 from scripts.bench.machine import describe_machine
 from scripts.bench.prompts import text_prompts
+from scripts.bench.tables import table
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
-    from scripts.bench.measure import Case, Decode
-    from scripts.bench.parts import Peaks
 
-HEADINGS = ("forwards", "TPF", "tokens/step", "cpu s", "wall s", "tokens/s", "longest step, ms")
 NUM_PROBLEMS = 8
 """Held-out problems that are decoded where nothing is said of it."""
-NEW_TOKENS = 128
 FORMATS = ("float32", "bfloat16", *QUANTIZATIONS)
 """Number formats of weights."""
+RANDOM_MODEL = Path("build/bench-model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One kind of decode."""
+
+    k: int
+    window: str
+    block_size: int | None
+    """None: the model's."""
+    requests: int
+    """How many are decoded together."""
+    prompt_tokens: int | None
+    """None: as many as a prompt has."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", type=model_directory, metavar="MODEL", help="a model (default: the bundled one)")
-    which.add_argument("--random", action="store_true", help="the random model, written to build/bench-model")
-    for name, default, least, text in (
+    which.add_argument("--random", action="store_true", help=f"the random model, written to {RANDOM_MODEL}")
+    add_numbers(
+        parser,
         ("--branches", [0, 4, 8], 0, "lookahead branches, the paper's k; 0 is D2F"),
-        ("--block-size", None, 1, "positions of a block; default: the model's"),
+        ("--block-size", [], 1, "positions of a block; default: the model's"),
         ("--requests", [1], 1, "requests that are decoded together"),
-        ("--prompt-tokens", None, 1, "tokens of a prompt; default: a problem's; 128 random ones"),
+        ("--prompt-tokens", [], 1, "tokens of a prompt; default: a problem's; 128 random ones"),
+        ("--prompts", None, 1, f"prompts to decode (default: {NUM_PROBLEMS}, with --random 1, at least --requests)"),
+        ("--new-tokens", 128, 1, "tokens of an answer, at most"),
+        ("--threads", 1, 1, "threads of torch"),
+        ("--rounds", 1, 1, "decodes of each kind"),
+        ("--arriving", None, 1, "let a prompt of N tokens come in while others decode"),
+    )
+    for name, text in (
+        ("--engine", "engine settings, such as max_model_len=512"),
+        ("--params", "decoding parameters, such as tau_conf=0.8"),
     ):
-        shown = "" if default is None else f" (default: {' '.join(map(str, default))})"
-        parser.add_argument(name, type=number_from(least), nargs="+", default=default, metavar="N", help=text + shown)
-    parser.add_argument(
-        "--windows",
-        nargs="+",
-        default=["block_causal"],
-        choices=WINDOW_ATTENTIONS,
-        help="window attentions (default: block_causal)",
-    )
-    parser.add_argument(
-        "--prompts",
-        type=number_from(1),
-        metavar="N",
-        help=f"prompts to decode (default: {NUM_PROBLEMS}, with --random 1, but at least as many as --requests)",
-    )
-    for name, number, text in (
-        ("--new-tokens", NEW_TOKENS, "tokens of an answer, at most"),
-        ("--threads", 1, "threads of torch"),
-        ("--rounds", 1, "decodes of each kind"),
+        parser.add_argument(name, nargs="+", default=[], metavar="NAME=VALUE", help=text)
+    for name, choices, several, text in (
+        ("--windows", WINDOW_ATTENTIONS, "+", "window attentions (default: block_causal)"),
+        (
+            "--dtype",
+            FORMATS,
+            None,
+            "number format of the weights; quantised ones beside bfloat16 (default: the model's)",
+        ),
+        ("--graph-mode", ("eager", "inductor"), None, "how steps run (default: eager)"),
     ):
-        parser.add_argument(name, type=number_from(1), default=number, metavar="N", help=f"{text} (default: {number})")
-    parser.add_argument(
-        "--dtype",
-        choices=FORMATS,
-        help="number format of the weights; quantised ones beside bfloat16 (default: the model's)",
-    )
-    parser.add_argument(
-        "--graph-mode", choices=("eager", "inductor"), default="eager", help="how steps run (default: eager)"
-    )
-    parser.add_argument(
-        "--cached-prompts", action="store_true", help="compute prompts before, so that only decoding is measured"
-    )
-    parser.add_argument(
-        "--engine",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="engine settings, such as max_model_len=512",
-    )
-    parser.add_argument(
-        "--params", nargs="+", default=[], metavar="NAME=VALUE", help="decoding parameters, such as tau_conf=0.8"
-    )
-    parser.add_argument(
-        "--arriving", type=number_from(1), metavar="N", help="let a prompt of N tokens come in while others decode"
-    )
-    parser.add_argument("--floors", action="store_true", help="measure the machine's peaks (seconds), and print floors")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+        parser.add_argument(name, choices=choices, nargs=several, help=text)
+    for name, text in (
+        ("--cached-prompts", "compute prompts before, so that only decoding is measured"),
+        ("--floors", "measure the machine's peaks (seconds), and print floors"),
+        ("--json", "print one line of JSON"),
+    ):
+        parser.add_argument(name, action="store_true", help=text)
+    parser.set_defaults(windows=["block_causal"], graph_mode="eager")
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Measures and prints what the command line asks for."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
-    lists = (args.branches, args.block_size or [None], args.windows)
-    if args.graph_mode != "eager" and any(len(values) > 1 for values in lists):
+    if args.graph_mode != "eager" and any(len(values) > 1 for values in (args.branches, args.block_size, args.windows)):
         parser.error("steps are compiled for one decoding: give one of --branches, --block-size and --windows")
     try:
         params = _given(DecodingParams.parameters(), args.params)
         report = measure_all(args, _given(settings(EngineConfig), args.engine), params)
     except (ConfigError, ParameterError) as error:
         parser.error(str(error))
-    if args.json:
-        print(json.dumps(report))
-    else:
-        print_tables(report)
+    print(json.dumps(report) if args.json else tables(report))
     return 0
 
 
@@ -175,16 +160,9 @@ def _given(known: Mapping[str, Setting], texts: list[str]) -> dict[str, Any]:
 
 
 def measure_all(args: argparse.Namespace, engine: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Everything that was measured, as it is printed with --json.
-
-    Args:
-        args: all arguments of the command.
-        engine: further settings of the engine.
-        given: further decoding parameters.
-    """
-    from scripts.bench.measure import Case, arrive, decode, middle
-    from scripts.bench.parts import measure_peaks
-    from scripts.bench.workload import RANDOM_MODEL, write_random_model
+    """Everything that was measured, as it is printed with --json; ``engine`` and ``given`` are further settings and
+    decoding parameters."""
+    from scripts.bench import measure, parts
 
     cases = [
         Case(k=k, window=window, block_size=block_size, requests=requests, prompt_tokens=prompt_tokens)
@@ -193,42 +171,43 @@ def measure_all(args: argparse.Namespace, engine: dict[str, Any], given: dict[st
         )
     ]
     if args.random:
-        write_random_model(RANDOM_MODEL)
+        measure.write_random_model(RANDOM_MODEL)
     model = RANDOM_MODEL if args.random else args.model
     recommended = recommended_decoding(model or DEMO_MODEL)
     params = {case: case_params(recommended, case, args, given) for case in cases}
     started = time.perf_counter()
     llm = load(model, args, engine, params[cases[0]])
-    start_seconds = time.perf_counter() - started
-    prompts = {case: case_prompts(llm, case, args) for case in cases}
-    found: dict[Case, list[Decode]] = {case: [] for case in cases}
-    for case in cases:  # first calls take longer
-        first_block = replace(params[case], max_new_tokens=min(args.new_tokens, params[case].block_size))
-        llm.generate(prompts[case][:1], first_block, quiet=True)
     about = {
         "machine": describe_machine(),
         "model": "random" if args.random else str(args.model or "bundled"),
         "dtype": args.dtype or llm.config.dtype,
         "threads": args.threads,
         "graph_mode": args.graph_mode,
-        "start_seconds": round(start_seconds, 2),
+        "start_seconds": round(time.perf_counter() - started, 2),
     }
+    count = args.prompts or (1 if args.random else NUM_PROBLEMS)
+    prompts = {case: text_prompts(llm, max(count, case.requests), case.prompt_tokens) for case in cases}
+    for case in cases:  # first calls take longer
+        first_block = replace(params[case], max_new_tokens=min(args.new_tokens, params[case].block_size))
+        llm.generate(prompts[case][:1], first_block, quiet=True)
     if args.arriving:
         [long] = text_prompts(llm, 1, args.arriving)
-        arrivals = [_of_case(case) | arrive(llm, prompts[case], params[case], long) for case in cases]
+        arrivals = [asdict(case) | measure.arrive(llm, prompts[case], params[case], long) for case in cases]
         llm.close()
         return about | {"arrivals": arrivals}
-    for _ in range(args.rounds):
-        for case, decodes in found.items():
-            decodes.append(decode(llm, prompts[case], params[case], case.requests, cached=args.cached_prompts))
-    peaks = measure_peaks(llm.engine.runner.model.head.dtype, llm.engine.ranks[0].weights) if args.floors else None
+    peaks = None
+    if args.floors:
+        peaks = parts.measure_peaks(llm.engine.runner.model.head.dtype, llm.engine.ranks[0].weights)
+    found: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
+    for _, (case, decodes) in itertools.product(range(args.rounds), found.items()):
+        together, cached = case.requests, args.cached_prompts
+        decodes.append(measure.decode(llm, prompts[case], params[case], together, cached=cached, peaks=peaks))
     llm.close()
-    return about | {
-        "peaks": peaks and asdict(peaks),
-        "decodes": [
-            describe_case(case, middle(decodes), len(prompts[case][0]), peaks) for case, decodes in found.items()
-        ],
-    }
+    decodes = []
+    for case, rounds in found.items():
+        known = {"block_size": params[case].block_size, "prompt_tokens": case.prompt_tokens or len(prompts[case][0])}
+        decodes.append({**asdict(case), **known, **measure.middle(rounds)})
+    return about | {"peaks": peaks and asdict(peaks), "decodes": decodes}
 
 
 def load(model: Path | None, args: argparse.Namespace, engine: dict[str, Any], params: DecodingParams) -> LLM:
@@ -257,14 +236,7 @@ def format_options(name: str) -> dict[str, str]:
 def case_params(
     recommended: dict[str, Any], case: Case, args: argparse.Namespace, given: dict[str, Any]
 ) -> DecodingParams:
-    """How a case is decoded. Answers of the random model, whose tokens mean nothing, do not end early.
-
-    Args:
-        recommended: decoding parameters that the model's directory recommends.
-        case: the case.
-        args: all arguments of the command.
-        given: further decoding parameters.
-    """
+    """How a case is decoded. Answers of the random model, whose tokens mean nothing, do not end early."""
     options: dict[str, Any] = {
         "decoding": "lopa" if case.k else given.get("base", "d2f"),
         "num_branches": case.k,
@@ -281,33 +253,56 @@ def case_params(
     return DecodingParams(**{**fitting_defaults(recommended, options), **options})
 
 
-def case_prompts(llm: LLM, case: Case, args: argparse.Namespace) -> list[list[int]]:
-    """What a case decodes."""
-    from scripts.bench.workload import random_prompts
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
-    count = max(args.prompts or (1 if args.random else NUM_PROBLEMS), case.requests)
-    if args.random:
-        return random_prompts(count, case.prompt_tokens)
-    return text_prompts(llm, count, case.prompt_tokens)
+KEYS = ("k", "window", "block_size", "requests", "prompt_tokens")
+"""What distinguishes decodes."""
+HEADINGS = ("forwards", "TPF", "tokens/step", "cpu s", "wall s", "tokens/s", "longest step, ms")
 
 
-def describe_case(case: Case, found: Decode, prompt_tokens: int, peaks: Peaks | None) -> dict[str, Any]:
-    """What was decoded, and the figures."""
-    known = {"block_size": found.params.block_size}
-    if case.prompt_tokens is None:
-        known["prompt_tokens"] = prompt_tokens
-    return {**_of_case(case), **known, **found.as_json(peaks)}
+def tables(report: dict[str, Any]) -> str:
+    """The figures and the parts in Markdown."""
+    of_all = (f"{name} {report[name]}" for name in ("model", "dtype", "threads", "graph_mode", "start_seconds"))
+    lines = [f"{report['machine']['processor']}: {', '.join(of_all)}\n"]
+    if "arrivals" in report:
+        return "\n".join([*lines, table(list(report["arrivals"][0]), (one.values() for one in report["arrivals"]))])
+    decodes, figures, parts = report["decodes"], [], []
+    names = list(decodes[0]["parts"])
+    for one in decodes:
+        cells = [one[key] for key in KEYS]
+        seconds, rates = one["cpu_seconds"], (one["tpf"], one["model_tokens"] / one["steps"])
+        times = (f"{seconds:.2f}", f"{one['wall_seconds']:.2f}", f"{one['tokens'] / seconds:.1f}")
+        figures.append(
+            [*cells, one["forwards"], f"{rates[0]:.2f}", f"{rates[1]:.1f}", *times, f"{one['longest_step_ms']:.1f}"]
+        )
+        parts.append([*cells, *(f"{1000 * one['parts'].get(name, 0) / one['steps']:.1f}" for name in names)])
+    lines += [table((*KEYS, *HEADINGS), figures), "\nCPU ms of a step:\n", table((*KEYS, *names), parts)]
+    if "floors" in decodes[0]:
+        peaks = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in report["peaks"].items())
+        columns = (*KEYS, "part", "CPU ms", "least by memory", "least by products", "share")
+        lines += [
+            f"\nPeaks of a CPU second, in 10^9: {peaks}\n",
+            table(columns, itertools.chain(*map(floors, decodes))),
+        ]
+    for one in decodes:
+        if "drafts" in one:
+            lines.append(f"\nk = {one['k']}: {describe_drafts(one['drafts'])}")
+        if "padding" in one:
+            lines.append(f"\nk = {one['k']}: {one['padding']:.0%} of the tokens of compiled steps are padding")
+    return "\n".join(lines)
 
 
-def _of_case(case: Case) -> dict[str, Any]:
-    """What distinguishes a case."""
-    return {
-        "k": case.k,
-        "window": case.window,
-        "block_size": case.block_size,
-        "requests": case.requests,
-        "prompt_tokens": case.prompt_tokens,
-    }
+def floors(one: dict[str, Any]) -> list[list[Any]]:
+    """For each part of a decode its time, the least times, and the share of its time that the longer one is."""
+    rows = [(name, one["parts"][name], *least.values()) for name, least in one["floors"].items()]
+    least = sum(max(memory, products) for _, _, memory, products in rows)
+    shares = [max(row[2:]) / row[1] for row in rows] + [least / one["cpu_seconds"]]
+    rows.append(("all", *(sum(row[column] for row in rows) for column in (1, 2, 3))))
+    keys = [one[key] for key in KEYS]
+    return [
+        [*keys, name, *(f"{1000 * value / one['steps']:.2f}" for value in seconds), f"{share:.0%}"]
+        for (name, *seconds), share in zip(rows, shares, strict=True)
+    ]
 
 
 def describe_drafts(found: dict[str, Any]) -> str:
@@ -316,59 +311,3 @@ def describe_drafts(found: dict[str, Any]) -> str:
         f"{found['rounds']} rounds of {found['tokens_per_round']:.2f} tokens; right by place: {places}; second choice "
         f"right in {found['seconds']} of {found['wrong']} wrong drafts"
     )
-
-
-def print_floors(report: dict[str, Any], keys: Sequence[str]) -> None:
-    """Prints the least times of the parts, and the share of its time that the longer one is.
-
-    Args:
-        report: what was measured.
-        keys: what distinguishes decodes.
-    """
-    peaks = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in report["peaks"].items())
-    columns = (*keys, "part", "CPU ms", "least by memory", "least by products", "share")
-    print(f"\nPeaks of a CPU second, in 10^9: {peaks}\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    for one in report["decodes"]:
-        rows = [(name, one["parts"][name], *floors.values()) for name, floors in one["floors"].items()]
-        least = sum(max(memory, products) for _, _, memory, products in rows)
-        shares = [max(row[2:]) / row[1] for row in rows] + [least / one["cpu_seconds"]]
-        rows.append(("all", *(sum(row[column] for row in rows) for column in (1, 2, 3))))
-        for (name, *seconds), share in zip(rows, shares, strict=True):
-            cells = [*(str(one[key]) for key in keys), name]
-            cells += [f"{1000 * value / one['steps']:.2f}" for value in seconds]
-            print(f"| {' | '.join(cells)} | {share:.0%} |")
-
-
-def print_tables(report: dict[str, Any]) -> None:
-    """Prints the tables of figures and of parts in Markdown."""
-    of_all = (f"{name} {report[name]}" for name in ("model", "dtype", "threads", "graph_mode", "start_seconds"))
-    print(f"{report['machine']['processor']}: {', '.join(of_all)}\n")
-    keys = ("k", "window", "block_size", "requests", "prompt_tokens")
-    if "arrivals" in report:
-        names = list(report["arrivals"][0])
-        print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|")
-        for one in report["arrivals"]:
-            print(f"| {' | '.join(map(str, one.values()))} |")
-        return
-    decodes = report["decodes"]
-    print(f"| {' | '.join((*keys, *HEADINGS))} |\n{'|---' * (len(keys) + len(HEADINGS))}|")
-    for one in decodes:
-        cells = [str(one[key]) for key in keys]
-        cells += [str(one["forwards"]), f"{one['tpf']:.2f}", f"{one['model_tokens'] / one['steps']:.1f}"]
-        cells += [f"{one['cpu_seconds']:.2f}", f"{one['wall_seconds']:.2f}"]
-        cells += [f"{one['tokens'] / one['cpu_seconds']:.1f}", f"{one['longest_step_ms']:.1f}"]
-        print(f"| {' | '.join(cells)} |")
-    names = list(decodes[0]["parts"])
-    print("\nCPU ms of a step:\n")
-    print(f"| {' | '.join((*keys, *names))} |\n{'|---' * (len(keys) + len(names))}|")
-    for one in decodes:
-        cells = [str(one[key]) for key in keys]
-        cells += [f"{1000 * one['parts'].get(name, 0) / one['steps']:.1f}" for name in names]
-        print(f"| {' | '.join(cells)} |")
-    if "floors" in decodes[0]:
-        print_floors(report, keys)
-    for one in decodes:
-        if "drafts" in one:
-            print(f"\nk = {one['k']}: {describe_drafts(one['drafts'])}")
-        if "padding" in one:
-            print(f"\nk = {one['k']}: {one['padding']:.0%} of the tokens of compiled steps are padding")

@@ -21,7 +21,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -30,12 +30,13 @@ from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.core import Request
 from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.text.grammars import GrammarMatcher, Grammars
+from lopa_ascend.text.grammars import Grammars
 from lopa_ascend.text.guard import Guard
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import load_vocabulary
 from lopa_ascend.types import Grammar
 from scripts.bench.machine import describe_machine
+from scripts.bench.tables import table
 
 if TYPE_CHECKING:
     from lopa_ascend.engine.engine import Engine
@@ -44,6 +45,12 @@ FIELDS = (1, 20, 500)
 REPEATS = 5
 NEW_TOKENS = 384
 PROMPT = "What is 3 + 4?"
+KINDS: tuple[tuple[dict[str, Any], list[Any]], ...] = (
+    ({"type": "integer", "minimum": 0, "maximum": 999}, [7, 42, 365]),
+    ({"type": "boolean"}, [True, False]),
+    ({"enum": ["red", "green", "blue"]}, ["red", "blue"]),
+)
+"""Schemas of fields, which take turns, and some of their values."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, _: argparse.ArgumentParser) -> int:
-    tokenizer = load_vocabulary(args.tokenizer or DEMO_MODEL, 2**18)
-    assert tokenizer is not None
+    tokenizer = vocabulary(args.tokenizer or str(DEMO_MODEL))
     found: dict[str, Any] = {
         "machine": describe_machine(),
         "grammar": [alone(tokenizer, count) for count in FIELDS],
@@ -63,51 +69,51 @@ def run(args: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     if args.tokenizer is None:
         from lopa_ascend.engine.engine import Engine  # imports torch, which takes seconds
 
-        engine = Engine(EngineConfig(max_num_seqs=8, enable_prefix_caching=False))
-        found["requests"] = [requests(engine, count, num) for count in FIELDS[:-1] for num in (1, 8)]
-        found["neighbours"] = neighbours(engine)
-        found["steps"] = steps_beside_new_grammars(engine)
+        engine, prompt = Engine(EngineConfig(max_num_seqs=8, enable_prefix_caching=False)), tokenizer.encode(PROMPT)
+        load = Load(engine, tuple(prompt))
+        found["requests"] = [load.under_schema(count, num) for count in FIELDS[:-1] for num in (1, 8)]
+        found["neighbours"] = [load.beside_free_requests()]
+        found["steps"] = [load.beside_new_grammars(Guard(tokenizer))]
     if args.json:
         print(json.dumps(found))
         return 0
-    print(found["machine"]["processor"])
-    for table in ("grammar", "requests") if "requests" in found else ("grammar",):
-        print(*found[table][0], sep="\t")
-        for row in found[table]:
-            print(*(f"{value:.3g}" if isinstance(value, float) else value for value in row.values()), sep="\t")
-    for line in ("neighbours", "steps"):
-        print(*(f"{name}: {value:.3g}" for name, value in found.get(line, {}).items()))
+    print(found.pop("machine")["processor"])
+    for rows in found.values():
+        cells = ([f"{x:.3g}" if isinstance(x, float) else x for x in row.values()] for row in rows)
+        print(f"\n{table(list(rows[0]), cells)}")
     return 0
 
 
+def vocabulary(directory: str) -> Tokenizer:
+    tokenizer = load_vocabulary(directory, 2**18)
+    assert tokenizer is not None
+    return tokenizer
+
+
 def schema(num_fields: int) -> dict[str, Any]:
-    kinds = [{"type": "integer", "minimum": 0, "maximum": 999}, {"type": "boolean"}, {"enum": ["red", "green", "blue"]}]
-    names = [f"field_{number}" for number in range(num_fields)]
-    properties = {name: kinds[number % 3] for number, name in enumerate(names)}
-    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+    properties = {f"field_{number}": KINDS[number % 3][0] for number in range(num_fields)}
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 def alone(tokenizer: Tokenizer, num_fields: int) -> dict[str, float]:
     """What a grammar costs by itself."""
     grammar = Grammar("json", json.dumps(schema(num_fields)))
-    kinds: list[list[Any]] = [[7, 42, 365], [True, False], ["red", "blue"]]
-    values = [random.Random(number).choice(kinds[number % 3]) for number in range(num_fields)]
-    text = json.dumps({f"field_{number}": value for number, value in enumerate(values)}, separators=(",", ":"))
-    tokens = tokenizer.encode(text)
+    values = {f"field_{n}": random.Random(n).choice(KINDS[n % 3][1]) for n in range(num_fields)}
+    tokens = tokenizer.encode(json.dumps(values, separators=(",", ":")))
     guard = Guard(tokenizer)
     guard.checked(Grammar("choice", '["a"]'))  # starts its process
-    guarding = seconds(lambda: guard.checked(grammar))
+    guarding = seconds(guard.checked, grammar)
     compiling, masking = [], []
     for _ in range(REPEATS):
         grammars = Grammars(tokenizer)
-        compiling.append(seconds(lambda: grammars.matcher(grammar)))  # noqa: B023  called at once
+        compiling.append(seconds(grammars.matcher, grammar))
         matcher = grammars.matcher(grammar)
         masking.append(seconds(matcher.allowed))
     mask = accept = again = 0.0
     for token in tokens:
         mask += seconds(matcher.allowed)
-        accept += seconds(lambda: matcher.accept([token]))  # noqa: B023
-        again += seconds(lambda: _again(matcher, token))  # noqa: B023
+        accept += seconds(matcher.accept, [token])
+        again += seconds(matcher.roll_back, 1) + seconds(matcher.accept, [token])
     assert matcher.is_complete
     return {
         "fields": num_fields,
@@ -122,75 +128,91 @@ def alone(tokenizer: Tokenizer, num_fields: int) -> dict[str, float]:
     }
 
 
-def _again(matcher: GrammarMatcher, token: int) -> None:
-    matcher.roll_back(1)
-    matcher.accept([token])
-
-
-def seconds(call: Callable[[], object]) -> float:
+def seconds(call: Callable[..., object], *arguments: object) -> float:
     start = time.perf_counter()
-    call()
+    call(*arguments)
     return time.perf_counter() - start
 
 
-def requests(engine: Engine, num_fields: int, num_requests: int) -> dict[str, float]:
-    """Equal requests under one grammar, together."""
-    params = DecodingParams.of(
-        decoding="d2f", max_new_tokens=NEW_TOKENS, structured_outputs={"json": schema(num_fields)}
-    )
-    with time_in_constraints() as spent:
-        done = decode(engine, [params] * num_requests)
-    with mock.patch.object(Constraint, "forced", _no_text_is_forced):
-        slow = decode(engine, [params] * num_requests)
-    return {
-        "fields": num_fields,
-        "clients": num_requests,
-        "step, ms": 1e3 * done["seconds"] / done["steps"],
-        "grammar, ms": 1e3 * sum(spent) / done["steps"],
-        "tokens": done["tokens"] / num_requests,
-        "passes": done["passes"] / num_requests,
-        "passes without forced spans": slow["passes"] / num_requests,
-    }
+class Load:
+    """Requests of the bundled model, with one prompt."""
+
+    def __init__(self, engine: Engine, prompt: tuple[int, ...]) -> None:
+        self.engine, self.prompt = engine, prompt
+
+    def under_schema(self, num_fields: int, num_requests: int) -> dict[str, float]:
+        """Equal requests under one grammar, together."""
+        asked = [_params(max_new_tokens=NEW_TOKENS, structured_outputs={"json": schema(num_fields)})] * num_requests
+        with time_in_constraints() as spent:
+            done = self.decode(asked)
+        with mock.patch.object(Constraint, "forced", return_value=[]):
+            slow = self.decode(asked)
+        return {
+            "fields": num_fields,
+            "clients": num_requests,
+            "step, ms": 1e3 * done["seconds"] / done["steps"],
+            "grammar, ms": 1e3 * sum(spent) / done["steps"],
+            "tokens": done["tokens"] / num_requests,
+            "passes": done["passes"] / num_requests,
+            "passes without forced spans": slow["passes"] / num_requests,
+        }
+
+    def beside_free_requests(self) -> dict[str, float]:
+        """CPU microseconds for each token that the model computes, and their ratio; the runs take turns."""
+        free = _params(max_new_tokens=128, ignore_eos=True)
+        bound = _params(max_new_tokens=128, structured_outputs={"regex": "[a-z ]{600}"})
+        kinds = {"8 without": [free] * 8, "4 and 4": [free] * 4 + [bound] * 4}
+        costs: dict[str, list[float]] = {name: [] for name in kinds}
+        for _ in range(REPEATS):
+            for name, asked in kinds.items():
+                done = self.decode(asked, most_steps=20)
+                costs[name].append(1e6 * done["seconds"] / done["computed"])
+        medians = {name: statistics.median(values) for name, values in costs.items()}
+        return {**medians, "ratio": medians["4 and 4"] / medians["8 without"]}
+
+    def beside_new_grammars(self, guard: Guard) -> dict[str, float]:
+        """Milliseconds of the steps of a request, alone and while new grammars are compiled."""
+        params = _params(max_new_tokens=1024, ignore_eos=True, tau_conf=1.0, block_size=8)
+        found: dict[str, float] = {}
+        for name, num_grammars in (("alone", 0), ("beside", 20)):
+            self.engine.add(Request(name, self.prompt, params))
+            self.engine.step()
+            texts = ("(?i)" + r"\p{L}" * (2500 + number) for number in range(num_grammars))
+            added, times = [guard.checked(Grammar("regex", text)) for text in texts], []
+            for number in range(200):
+                if number < len(added):
+                    bound = _params(max_new_tokens=1, structured_outputs=added[number])
+                    self.engine.add(Request(str(number), self.prompt, bound))
+                times.append(1e3 * seconds(self.engine.step))
+            for request_id in (name, *map(str, range(num_grammars))):
+                self.engine.abort(request_id)
+            found |= {f"{name}, median": statistics.median(times), f"{name}, longest": max(times)}
+        return found
+
+    def decode(self, asked: list[DecodingParams], most_steps: int = 10**9) -> dict[str, Any]:
+        """Decodes requests together; the first step, which computes the prompts, is not counted."""
+        for number, params in enumerate(asked):
+            self.engine.add(Request(str(number), self.prompt, params, trace=True))
+        updates = self.engine.step()
+        start, steps = time.process_time(), 0
+        while self.engine.has_work() and steps < most_steps:
+            updates += self.engine.step()
+            steps += 1
+        spent = time.process_time() - start
+        for number in range(len(asked)):
+            self.engine.abort(str(number))
+        records = [update.record for update in updates if update.record is not None]
+        return {
+            "seconds": spent,
+            "steps": max(1, steps),
+            "passes": len(records),
+            "tokens": sum(len(update.tokens) for update in updates),
+            "computed": sum(record.model_tokens for record in records if record.index),
+        }
 
 
-def _no_text_is_forced(constraint: Constraint, beginning: Sequence[int]) -> list[int]:
-    return []
-
-
-def neighbours(engine: Engine) -> dict[str, float]:
-    """CPU microseconds for each token that the model computes, and their ratio; the runs take turns."""
-    free = DecodingParams.of(decoding="d2f", max_new_tokens=128, ignore_eos=True)
-    bound = DecodingParams.of(decoding="d2f", max_new_tokens=128, structured_outputs={"regex": "[a-z ]{600}"})
-    costs: dict[str, list[float]] = {"8 without": [], "4 and 4": []}
-    for _ in range(REPEATS):
-        for name, asked in (("8 without", [free] * 8), ("4 and 4", [free] * 4 + [bound] * 4)):
-            done = decode(engine, asked, most_steps=20)
-            costs[name].append(1e6 * done["seconds"] / done["computed"])
-    medians = {name: statistics.median(values) for name, values in costs.items()}
-    return {**medians, "ratio": medians["4 and 4"] / medians["8 without"]}
-
-
-def steps_beside_new_grammars(engine: Engine) -> dict[str, float]:
-    """Milliseconds of the steps of a request, alone and while new grammars are compiled."""
-    tokenizer = load_vocabulary(DEMO_MODEL, 2**18)
-    assert tokenizer is not None
-    guard = Guard(tokenizer)
-    params = DecodingParams.of(decoding="d2f", max_new_tokens=1024, ignore_eos=True, tau_conf=1.0, block_size=8)
-    found: dict[str, float] = {}
-    for name, num_grammars in (("alone", 0), ("beside", 20)):
-        engine.add(Request(name, tuple(tokenizer.encode(PROMPT)), params))
-        engine.step()
-        added = [guard.checked(Grammar("regex", "(?i)" + r"\p{L}" * (2500 + number))) for number in range(num_grammars)]
-        times = []
-        for number in range(200):
-            if number < len(added):
-                bound = DecodingParams.of(decoding="d2f", max_new_tokens=1, structured_outputs=added[number])
-                engine.add(Request(str(number), tuple(tokenizer.encode(PROMPT)), bound))
-            times.append(1e3 * seconds(engine.step))
-        for request_id in (name, *map(str, range(num_grammars))):
-            engine.abort(request_id)
-        found |= {f"{name}, median": statistics.median(times), f"{name}, longest": max(times)}
-    return found
+def _params(**fields: Any) -> DecodingParams:
+    return DecodingParams.of(decoding="d2f", **fields)
 
 
 @contextmanager
@@ -212,27 +234,3 @@ def time_in_constraints() -> Iterator[list[float]]:
         for name in ("admitted", "allowed", "forced"):
             patches.enter_context(mock.patch.object(Constraint, name, timed(getattr(Constraint, name))))
         yield spent
-
-
-def decode(engine: Engine, asked: list[DecodingParams], most_steps: int = 10**9) -> dict[str, Any]:
-    """Decodes requests together; the first step, which computes the prompts, is not counted."""
-    tokenizer = load_vocabulary(DEMO_MODEL, 2**18)
-    assert tokenizer is not None
-    for number, params in enumerate(asked):
-        engine.add(Request(str(number), tuple(tokenizer.encode(PROMPT)), params, trace=True))
-    updates = engine.step()
-    start, steps = time.process_time(), 0
-    while engine.has_work() and steps < most_steps:
-        updates += engine.step()
-        steps += 1
-    spent = time.process_time() - start
-    records = [update.record for update in updates if update.record is not None]
-    for number in range(len(asked)):
-        engine.abort(str(number))
-    return {
-        "seconds": spent,
-        "steps": max(1, steps),
-        "passes": len(records),
-        "tokens": sum(len(update.tokens) for update in updates),
-        "computed": sum(record.model_tokens for record in records if record.index),
-    }

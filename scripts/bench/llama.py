@@ -23,13 +23,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from scripts.arguments import model_directory, number_from
+from lopa_ascend.config import ConfigError, ParameterError
+from lopa_ascend.core import Request
+from scripts.arguments import add_numbers, model_directory
 from scripts.bench.decode import FORMATS, format_options
 from scripts.bench.machine import describe_machine
+from scripts.bench.prompts import text_prompts
+from scripts.bench.tables import table
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
 
+OURS = ("bfloat16", "w8a8", "w4a8", "w4a8_g128")
+"""Number formats."""
 CONTEXT = 128
 """Positions before those of the pass: a page, so that the prefix cache holds them."""
 PASSES = 3
@@ -50,7 +56,7 @@ class Kind(NamedTuple):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    all_threads = os.cpu_count() or 1
+    cores = os.cpu_count() or 1
     parser.add_argument("llama_bench", type=Path, metavar="LLAMA_BENCH", help="llama.cpp's program")
     parser.add_argument(
         "--pair",
@@ -60,38 +66,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar=("MODEL", "GGUF"),
         help="a model of ours and GGUF files to set beside it; may be given several times",
     )
-    parser.add_argument(
-        "--formats", nargs="+", choices=FORMATS, default=FORMATS[1:], help=f"ours (default: {' '.join(FORMATS[1:])})"
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=OURS, help=f"ours (default: {' '.join(OURS)})")
+    add_numbers(
+        parser,
+        ("--positions", [1, 4, 8, 16, 32], 1, "positions of a pass"),
+        ("--threads", sorted({1, min(2, cores), cores}), 1, "threads of both sides"),
+        ("--rounds", 3, 1, "of both sides"),
     )
-    for name, default, text in (
-        ("--positions", [1, 4, 8, 16, 32], "positions of a pass"),
-        ("--threads", sorted({1, min(2, all_threads), all_threads}), "threads of both sides"),
-    ):
-        shown = " ".join(map(str, default))
-        parser.add_argument(
-            name, type=number_from(1), nargs="+", default=default, metavar="N", help=f"{text} (default: {shown})"
-        )
-    parser.add_argument("--rounds", type=number_from(1), default=3, metavar="N", help="of both sides (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Measures and prints what the command line asks for."""
     from lopa_ascend.checkpoint import CheckpointError
-    from lopa_ascend.config import ConfigError, ParameterError
 
+    refused = (CheckpointError, ConfigError, ParameterError)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded: llama.cpp has the cores for itself
     if any(len(pair) < 2 for pair in args.pair):
         parser.error("argument --pair: a model of ours and at least one GGUF file")
-    models = []
     try:
-        for model, *files in args.pair:
-            models.append({"model": model, "times": measure(model_directory(model), files, args)})
-    except (subprocess.TimeoutExpired, argparse.ArgumentTypeError, CheckpointError, ConfigError) as error:
+        models = [
+            {"model": model, "times": measure(model_directory(model), files, args)} for model, *files in args.pair
+        ]
+    except (argparse.ArgumentTypeError, subprocess.TimeoutExpired, *refused, RuntimeError, OSError) as error:
         parser.error(str(error))
-    except (ParameterError, RuntimeError, OSError) as error:
-        parser.error(str(error))
-    report = {"machine": describe_machine(), "llama.cpp": version(args.llama_bench, args.pair[0][1:]), "models": models}
+    [about] = llama_bench(args.llama_bench, {"-m": args.pair[0][1], "-n": 0, "-p": 1, "-r": 1})
+    version = f"{about['build_commit']}, {about['backends']}"
+    report = {"machine": describe_machine(), "llama.cpp": version, "models": models}
     print(json.dumps(report)) if args.json else print_tables(report)
     return 0
 
@@ -116,7 +117,7 @@ def measure(model: Path, files: Sequence[str], args: argparse.Namespace) -> list
                 (Kind("ours", name, threads, count), seconds)
                 for name, llm in llms.items()
                 for count in args.positions
-                for seconds in own_passes(llm, model, count)
+                for seconds in own_passes(llm, count)
             ]
             for file in files:
                 found += llama_passes(args.llama_bench, file, threads, args.positions)
@@ -127,16 +128,9 @@ def measure(model: Path, files: Sequence[str], args: argparse.Namespace) -> list
     return [{**kind._asdict(), "seconds": seconds} for kind, seconds in fastest.items()]
 
 
-def own_passes(llm: LLM, model: Path, positions: int) -> Iterator[float]:
+def own_passes(llm: LLM, positions: int) -> Iterator[float]:
     """Seconds of passes over a block of masks."""
-    from lopa_ascend import DecodingParams
-    from lopa_ascend.config.combinations import fitting_defaults
-    from lopa_ascend.core import Request
-    from lopa_ascend.families import recommended_decoding
-    from scripts.bench.prompts import text_prompts
-
-    options = {"decoding": "d2f", "block_size": positions, "max_new_tokens": positions, "ignore_eos": True}
-    params = DecodingParams(**{**fitting_defaults(recommended_decoding(model), options), **options})
+    params = llm.params(decoding="d2f", block_size=positions, max_new_tokens=positions, ignore_eos=True)
     [prompt] = text_prompts(llm, 1, CONTEXT)
     llm.generate([prompt], params, quiet=True)  # keeps the prompt in the prefix cache
     for _ in range(PASSES):
@@ -146,16 +140,12 @@ def own_passes(llm: LLM, model: Path, positions: int) -> Iterator[float]:
         seconds = time.perf_counter() - started
         llm.engine.abort("pass")
         if update.model_tokens != positions:
-            raise RuntimeError(f"{model}: a pass over {positions} masks computes {update.model_tokens} positions")
+            raise RuntimeError(f"a pass over {positions} masks computes {update.model_tokens} positions")
         yield seconds
 
 
 def llama_passes(program: Path, file: str, threads: int, positions: Sequence[int]) -> Iterator[tuple[Kind, float]]:
-    """Kinds and seconds of llama.cpp's passes.
-
-    Raises:
-        RuntimeError: it has failed.
-    """
+    """Kinds and seconds of llama.cpp's passes."""
     options = {"-m": file, "-n": 0, "-p": ",".join(map(str, positions)), "-d": CONTEXT, "-t": threads, "-r": PASSES}
     for one in llama_bench(program, options):
         for nanoseconds in one["samples_ns"]:
@@ -163,19 +153,17 @@ def llama_passes(program: Path, file: str, threads: int, positions: Sequence[int
 
 
 def llama_bench(program: Path, options: dict[str, object]) -> list[dict[str, Any]]:
-    """What llama-bench prints as JSON."""
+    """What llama-bench prints as JSON.
+
+    Raises:
+        RuntimeError: it has failed.
+    """
     command = [str(program), "-o", "json", *(str(part) for option in options.items() for part in option)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS, check=False)
     if ended.returncode:
         raise RuntimeError(f"{' '.join(command)}: {ended.stderr.strip()[-1000:]}")
     found: list[dict[str, Any]] = json.loads(ended.stdout)
     return found
-
-
-def version(program: Path, files: Sequence[str]) -> str:
-    """The commit and the backends of llama.cpp."""
-    [one] = llama_bench(program, {"-m": files[0], "-n": 0, "-p": 1, "-r": 1})
-    return f"{one['build_commit']}, {one['backends']}"
 
 
 def print_tables(report: dict[str, Any]) -> None:
@@ -188,9 +176,11 @@ def print_tables(report: dict[str, Any]) -> None:
         columns = list(dict.fromkeys((kind.side, kind.name) for kind in times))
         columns.sort(key=lambda column: column[0] != "ours")
         names = ["threads", "positions", *(f"{side}: {name}" for side, name in columns), "ours / llama.cpp"]
-        print(f"\n{Path(model['model']).name}, ms of a pass:\n\n| {' | '.join(names)} |\n{'|---' * len(names)}|")
-        for threads, positions in dict.fromkeys((kind.threads, kind.positions) for kind in times):
-            row = {column: times[Kind(*column, threads, positions)] for column in columns}
-            best = [min(row[column] for column in columns if column[0] == side) for side in ("ours", "llama.cpp")]
-            cells = [str(threads), str(positions), *(f"{1000 * seconds:.1f}" for seconds in row.values())]
-            print(f"| {' | '.join(cells)} | {best[0] / best[1]:.2f} |")
+        rows = []
+        for size in dict.fromkeys((kind.threads, kind.positions) for kind in times):
+            row = {column: times[Kind(*column, *size)] for column in columns}
+            ours, theirs = (
+                min(row[column] for column in columns if column[0] == side) for side in ("ours", "llama.cpp")
+            )
+            rows.append([*size, *(f"{1000 * seconds:.1f}" for seconds in row.values()), f"{ours / theirs:.2f}"])
+        print(f"\n{Path(model['model']).name}, ms of a pass:\n\n{table(names, rows)}")

@@ -7,98 +7,55 @@ import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.checkpoint.write import write_checkpoint
 from lopa_ascend.core import Request
 from lopa_ascend.engine.engine import Engine
-from lopa_ascend.probe import PartTimes
-from lopa_ascend.types import GenerationOutput, GraphStats, Update
-from scripts.bench.parts import Parts, Peaks, measure_parts
+from lopa_ascend.families import FAMILIES, read_config
+from lopa_ascend.families.family import shape
+from lopa_ascend.types import GenerationOutput, Update
+from scripts.bench.parts import Peaks, measure_parts
+from scripts.eval.make_checkpoint import random_tensors
 
 ORDINARY_STEPS = 40
 """Steps by which an ordinary one is known."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One kind of decode."""
-
-    k: int
-    """Lookahead branches."""
-    window: str
-    """Window attention."""
-    block_size: int | None
-    """None: the model's."""
-    requests: int
-    """How many are decoded together."""
-    prompt_tokens: int | None
-    """None: as many as a prompt has."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decode:
-    """All prompts, decoded once."""
-
-    params: DecodingParams
-    outputs: tuple[GenerationOutput, ...]
-    cpu: float
-    """CPU seconds of this process."""
-    wall: float
-    """Seconds by the clock."""
-    steps: list[float]
-    """CPU seconds of each engine step."""
-    parts: dict[str, float]
-    """CPU seconds by part."""
-    work: Parts | None
-    """The work of the parts; None with compiled steps."""
-    padding: float | None
-    """Share of the tokens of compiled steps that no branch needed; None without compiled steps."""
-
-    def as_json(self, peaks: Peaks | None) -> dict[str, Any]:
-        """The figures by name. ``peaks``: of this machine, for floors; None for none."""
-        forwards = sum(output.num_forwards for output in self.outputs)
-        tokens = sum(len(output.token_ids) for output in self.outputs)
-        model_tokens = sum(output.model_tokens for output in self.outputs)
-        ids = repr([tuple(output.token_ids) for output in self.outputs])
-        found: dict[str, Any] = {
-            "tokens": tokens,
-            "token_digest": hashlib.sha256(ids.encode()).hexdigest()[:16],
-            "forwards": forwards,
-            "tpf": round(tokens / forwards, 3),
-            "steps": len(self.steps),
-            "model_tokens": model_tokens,
-            "cpu_seconds": round(self.cpu, 4),
-            "wall_seconds": round(self.wall, 4),
-            "longest_step_ms": round(1000 * max(self.steps), 2),
-            "parts": {name: round(seconds, 4) for name, seconds in self.parts.items()},
-        }
-        if drafts := draft_figures(self.outputs):
-            found["drafts"] = drafts
-        if peaks is not None and self.work is not None:
-            found["floors"] = {
-                name: dict(zip(("memory", "products"), part.floors(peaks), strict=True))
-                for name, part in self.work.by_name.items()
-            }
-        if self.padding is not None:
-            found["padding"] = round(self.padding, 3)
-        return found
+def write_random_model(folder: Path) -> None:
+    """Writes a random Dream of 125 M parameters, unless it is there."""
+    if (folder / "config.json").exists():
+        return
+    family = FAMILIES["Dream"]
+    config = family.config_json("7B") | shape(768, 2048, 12, 12, 4, torch_dtype="float32")
+    config |= {"vocab_size": 32000, "mask_token_id": 31999, "eos_token_id": 31998, "max_position_embeddings": 2048}
+    specs = family.tensors(read_config(config, {}, str(folder), family)).specs.values()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_checkpoint(folder, random_tensors(specs, seed=7, dtype=torch.float32), {"config.json": config}, [])
 
 
 def decode(
-    llm: LLM, prompts: Sequence[Sequence[int]], params: DecodingParams, together: int, *, cached: bool
-) -> Decode:
-    """Decodes prompts in batches.
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: DecodingParams,
+    together: int,
+    *,
+    cached: bool,
+    peaks: Peaks | None,
+) -> dict[str, Any]:
+    """The figures of all prompts, decoded once in batches, by name.
 
     Args:
-        llm: the model.
-        prompts: token ids.
-        params: of every request.
         together: requests of a batch.
         cached: prompts are computed before, and taken from the prefix cache, so that only decoding is measured.
+        peaks: of this machine, for floors.
 
     Raises:
         RuntimeError: the prefix cache has no room for the prompts.
@@ -110,88 +67,71 @@ def decode(
         for batch in batches:
             llm.generate(batch, first_block, quiet=True)
     outputs: list[GenerationOutput] = []
-    before = llm.engine.stats()
-    with timed_steps(llm) as steps:
-        started = time.perf_counter()
-        parts, work = _measured(llm, lambda: outputs.extend(_generated(llm, batches, params)))
-        wall = time.perf_counter() - started
-    after = llm.engine.stats()
+
+    def generate() -> None:
+        for batch in batches:
+            outputs.extend(llm.generate(batch, params, trace=params.strategy.drafts, quiet=True))
+
+    before, started = llm.engine.stats(), time.perf_counter()
+    with _timed_steps(llm.engine) as steps:
+        parts = measure_parts(llm, generate)
+    wall, after = time.perf_counter() - started, llm.engine.stats()
     # A causal model computes a prompt's last token again, whose prediction begins the answer.
     is_causal = llm.engine.runner.model.properties.is_causal
     if cached and not is_causal and after.num_prefill_steps != before.num_prefill_steps:
         raise RuntimeError("prompts were computed again: the prefix cache has no room for them")
-    return Decode(
-        params=params,
-        outputs=tuple(outputs),
-        cpu=sum(parts.values()),
-        wall=wall,
-        steps=steps,
-        parts=parts,
-        work=work,
-        padding=_padding(before.graphs, after.graphs),
-    )
+    forwards = sum(output.num_forwards for output in outputs)
+    tokens = sum(len(output.token_ids) for output in outputs)
+    ids = repr([tuple(output.token_ids) for output in outputs])
+    found: dict[str, Any] = {
+        "tokens": tokens,
+        "token_digest": hashlib.sha256(ids.encode()).hexdigest()[:16],
+        "forwards": forwards,
+        "tpf": round(tokens / forwards, 3),
+        "steps": len(steps),
+        "model_tokens": sum(output.model_tokens for output in outputs),
+        "cpu_seconds": round(sum(part.seconds for part in parts.values()), 4),
+        "wall_seconds": round(wall, 4),
+        "longest_step_ms": round(1000 * max(steps), 2),
+        "parts": {name: round(part.seconds, 4) for name, part in parts.items()},
+    }
+    if drafts := _draft_figures(outputs):
+        found["drafts"] = drafts
+    if before.graphs is not None and after.graphs is not None:
+        computed = max(1, after.graphs.tokens - before.graphs.tokens)
+        found["padding"] = round((after.graphs.padded_tokens - before.graphs.padded_tokens) / computed, 3)
+    elif peaks is not None:
+        found["floors"] = {name: part.floors(peaks) for name, part in parts.items()}
+    return found
 
 
-def _generated(
-    llm: LLM, batches: Iterable[Sequence[Sequence[int]]], params: DecodingParams
-) -> Iterator[GenerationOutput]:
-    trace: bool = params.strategy.drafts
-    return itertools.chain.from_iterable(llm.generate(batch, params, trace=trace, quiet=True) for batch in batches)
+def middle(decodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The decode with the median CPU time; of an even number the slower one of the two in the middle."""
+    return sorted(decodes, key=lambda one: one["cpu_seconds"])[len(decodes) // 2]
 
 
-def draft_figures(outputs: Iterable[GenerationOutput]) -> dict[str, Any]:
+def _draft_figures(outputs: Iterable[GenerationOutput]) -> dict[str, Any]:
     """What passes that check drafts have found; nothing if there are none. ``places``: for each place how many rounds
     had a draft there behind right ones, and how many of these were right."""
-    rounds = [
-        (len(record.drafted), record.accepted, record)
-        for output in outputs
-        for record in output.trace or ()
-        if record.accepted is not None
-    ]
-    if not rounds:
+    records = [record for output in outputs for record in output.trace or () if record.accepted is not None]
+    if not records:
         return {}
-    reached = Counter(place for drafted, right, _ in rounds for place in range(min(right + 1, drafted)))
-    accepted = Counter(place for _, right, _ in rounds for place in range(right))
-    written = sum(record.committed for _, _, record in rounds)
+    rounds = [(len(record.drafted), record.accepted or 0) for record in records]
+    reached = Counter(place for drafted, right in rounds for place in range(min(right + 1, drafted)))
+    accepted = Counter(place for _, right in rounds for place in range(right))
     return {
-        "rounds": len(rounds),
-        "tokens_per_round": round(written / len(rounds), 3),
+        "rounds": len(records),
+        "tokens_per_round": round(sum(record.committed for record in records) / len(records), 3),
         "places": [[reached[place], accepted[place]] for place in sorted(reached)],
         "wrong": reached.total() - accepted.total(),
-        "seconds": sum(record.second_was_right for _, _, record in rounds),
+        "seconds": sum(record.second_was_right for record in records),
     }
-
-
-def _measured(llm: LLM, run: Callable[[], object]) -> tuple[dict[str, float], Parts | None]:
-    """CPU seconds by part of what ``run`` computes, and the work of the parts.
-
-    A compiled step cannot be divided; of it only the host's parts are known: "inputs" and "absorb".
-    """
-    if llm.engine.stats().graphs is None:
-        work = measure_parts(llm, run)
-        return {name: part.seconds for name, part in work.by_name.items()}, work
-    runner, times = llm.engine.runner, PartTimes()
-    probe = runner.eager.probe
-    runner.set_probe(times)
-    started = time.process_time()
-    try:
-        run()
-    finally:
-        total = time.process_time() - started
-        runner.set_probe(probe)
-    return {**times.seconds, "compiled steps and host": total - sum(times.seconds.values())}, None
 
 
 def arrive(
     llm: LLM, prompts: Sequence[Sequence[int]], params: DecodingParams, arriving: Sequence[int]
 ) -> dict[str, float]:
-    """Lets a prompt come in while others are decoded.
-
-    Args:
-        llm: the model.
-        prompts: token ids of the others.
-        params: of every request.
-        arriving: token ids of the prompt.
+    """Lets the prompt ``arriving`` come in while others are decoded.
 
     Returns:
         In CPU milliseconds the median and the longest step of the others, and how long they wait for another one while
@@ -242,12 +182,11 @@ def _steps(engine: Engine) -> Iterator[tuple[float, list[Update]]]:
 
 
 @contextmanager
-def timed_steps(llm: LLM) -> Iterator[list[float]]:
+def _timed_steps(engine: Engine) -> Iterator[list[float]]:
     """Collects the CPU seconds of the engine's steps."""
-    engine, seconds = llm.engine, list[float]()
-    step = engine.step
+    seconds, step = list[float](), engine.step
 
-    def timed() -> Any:
+    def timed() -> list[Update]:
         started = time.process_time()
         updates = step()
         seconds.append(time.process_time() - started)
@@ -258,14 +197,3 @@ def timed_steps(llm: LLM) -> Iterator[list[float]]:
         yield seconds
     finally:
         del engine.step  # the class's method again
-
-
-def _padding(before: GraphStats | None, after: GraphStats | None) -> float | None:
-    if before is None or after is None:
-        return None
-    return (after.padded_tokens - before.padded_tokens) / max(1, after.tokens - before.tokens)
-
-
-def middle(decodes: Sequence[Decode]) -> Decode:
-    """The decode with the median CPU time; of an even number the slower one of the two in the middle."""
-    return sorted(decodes, key=lambda one: one.cpu)[len(decodes) // 2]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,21 +27,20 @@ from torch import Tensor
 from lopa_ascend import LLM
 from lopa_ascend.backend.cpu.native import load_cpu_ops
 from lopa_ascend.backend.interface import Entries, Ops
+from lopa_ascend.probe import PartTimes
 
 PARTS = ("products", "attention", "norms and activations", "head and score", "host")
 PART_OF_OP = {
-    "linear": "products",
-    "quant_linear": "products",
-    "int4_linear": "products",
-    "attention": "attention",
-    "kv_write": "attention",
-} | dict.fromkeys(
-    (
-        *("rms_norm", "add_rms_norm", "rms_norm_quant", "add_rms_norm_quant", "quantize"),
-        *("rope", "norm_rope", "swiglu", "swiglu_quant"),
+    **dict.fromkeys(("linear", "quant_linear", "int4_linear"), "products"),
+    **dict.fromkeys(("attention", "kv_write"), "attention"),
+    **dict.fromkeys(
+        (
+            *("rms_norm", "add_rms_norm", "rms_norm_quant", "add_rms_norm_quant", "quantize"),
+            *("rope", "norm_rope", "swiglu", "swiglu_quant"),
+        ),
+        "norms and activations",
     ),
-    "norms and activations",
-)
+}
 """Ops that are timed."""
 WEIGHTS_OF = {"linear": slice(1, 2), "quant_linear": slice(2, 4), "int4_linear": slice(2, 3)}
 """Linear layers, and which of their arguments are the weight and its scales: tensors, or a tuple of tensors."""
@@ -79,68 +78,21 @@ class PartWork:
     bytes: int = 0
     weight_bytes: int = 0
 
-    def floors(self, peaks: Peaks) -> tuple[float, float]:
+    def floors(self, peaks: Peaks) -> dict[str, float]:
         """The least CPU seconds that the work takes by memory, and by products."""
-        return (
-            self.weight_bytes / peaks.memory + self.bytes / peaks.bytes,
-            self.flops / peaks.flops + self.int8_flops / peaks.int8_flops,
-        )
-
-
-@dataclass
-class Parts:
-    """All parts, by name; the ops and the probe of an engine report to it."""
-
-    by_name: dict[str, PartWork] = field(default_factory=lambda: {name: PartWork() for name in PARTS})
-    forward: float = 0.0
-    """CPU seconds of the model's forward passes."""
-    _in_score: bool = False
-
-    @contextmanager
-    def probe(self, part: str, work: object) -> Iterator[None]:
-        """For ``Runner.set_probe``: times forward passes, and head and score, whose ops are not timed one by one."""
-        started = time.process_time()
-        self._in_score = part == "score"
-        try:
-            yield
-        finally:
-            self._in_score = False
-            seconds = time.process_time() - started
-            if part == "score":
-                self.by_name["head and score"].seconds += seconds
-            elif part == "forward":
-                self.forward += seconds
-
-    def add(self, op: str, seconds: float, args: tuple[Any, ...], out: Any) -> None:
-        """Counts one call of an op."""
-        flops, num_bytes, weight_bytes = work_of(op, args, out)
-        if self._in_score:
-            part, seconds, num_bytes = self.by_name["head and score"], 0, out.nbytes
-        else:
-            part = self.by_name[PART_OF_OP[op]]
-        part.seconds += seconds
-        if args[0].dtype is torch.int8:
-            part.int8_flops += flops
-        else:
-            part.flops += flops
-        part.bytes += num_bytes
-        part.weight_bytes += weight_bytes
-
-    def finish(self, total: float) -> None:
-        """Counts what no other part has taken of ``total`` CPU seconds to the host."""
-        self.by_name["host"].seconds = total - sum(self.by_name[name].seconds for name in PARTS if name != "host")
+        return {
+            "memory": self.weight_bytes / peaks.memory + self.bytes / peaks.bytes,
+            "products": self.flops / peaks.flops + self.int8_flops / peaks.int8_flops,
+        }
 
 
 class TimedOps:
-    """``Ops`` that report the time and the work of their calls.
+    """``Ops`` that count the time and the work of their calls to parts. In a part that is timed as a whole, such as
+    head and score, they count the work alone."""
 
-    Args:
-        ops: what computes.
-        parts: what the calls are reported to.
-    """
-
-    def __init__(self, ops: Ops, parts: Parts) -> None:
+    def __init__(self, ops: Ops, parts: dict[str, PartWork]) -> None:
         self._ops, self._parts = ops, parts
+        self._in_score = False
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._ops, name)
@@ -149,16 +101,39 @@ class TimedOps:
     def quant_swiglu(
         self, codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """As a CPU computes it, so that each half is reported to its part."""
-        halves: tuple[Tensor, Tensor] = self.swiglu_quant(
-            self.quant_linear(codes, scale, weight, weight_scale, None, dtype)
-        )
+        """As a CPU computes it, so that each half is counted to its part."""
+        product = self.quant_linear(codes, scale, weight, weight_scale, None, dtype)
+        halves: tuple[Tensor, Tensor] = self.swiglu_quant(product)
         return halves
+
+    @contextmanager
+    def probe(self, part: str, work: object) -> Iterator[None]:
+        """For ``Runner.set_probe``."""
+        started = time.process_time()
+        self._in_score = part == "score"
+        try:
+            yield
+        finally:
+            if self._in_score:
+                self._parts["head and score"].seconds += time.process_time() - started
+            self._in_score = False
 
     def _timed(self, name: str, op: Callable[..., Any], *args: Any) -> Any:
         started = time.process_time()
         out = op(*args)
-        self._parts.add(name, time.process_time() - started, args, out)
+        seconds = time.process_time() - started
+        flops, num_bytes, weight_bytes = work_of(name, args, out)
+        part = self._parts["head and score" if self._in_score else PART_OF_OP[name]]
+        if self._in_score:
+            num_bytes = out.nbytes
+        else:
+            part.seconds += seconds
+        if args[0].dtype is torch.int8:
+            part.int8_flops += flops
+        else:
+            part.flops += flops
+        part.bytes += num_bytes
+        part.weight_bytes += weight_bytes
         return out
 
 
@@ -180,16 +155,20 @@ def work_of(name: str, args: tuple[Any, ...], out: Any) -> tuple[int, int, int]:
         keys, slots = args[0], args[4]
         return 0, 2 * 2 * len(slots) * keys[0].nbytes, 0  # keys and values, each read and written
     outputs = out if isinstance(out, tuple) else (out,)
-    tensors = [x for x in (*args, *outputs) if isinstance(x, Tensor)]
-    return 0, sum(tensor.nbytes for tensor in tensors), 0
+    return 0, sum(x.nbytes for x in (*args, *outputs) if isinstance(x, Tensor)), 0
 
 
-def measure_parts(llm: LLM, run: Callable[[], object]) -> Parts:
-    """The parts of the steps that ``run`` makes with a model."""
-    runner, parts = llm.engine.runner, Parts()
-    ops, probe = runner.model.ops, runner.eager.probe
-    runner.model.ops = TimedOps(ops, parts)
-    runner.set_probe(parts.probe)
+def measure_parts(llm: LLM, run: Callable[[], object]) -> dict[str, PartWork]:
+    """The parts of the steps that ``run`` makes with a model.
+
+    A compiled step cannot be divided; of it only the host's parts are known: "inputs" and "absorb".
+    """
+    runner, parts, times = llm.engine.runner, {name: PartWork() for name in PARTS}, PartTimes()
+    ops, probe, is_compiled = runner.model.ops, runner.eager.probe, llm.engine.stats().graphs is not None
+    timed = TimedOps(ops, parts)
+    if not is_compiled:
+        runner.model.ops = timed
+    runner.set_probe(times if is_compiled else timed.probe)
     started = time.process_time()
     try:
         run()
@@ -197,48 +176,35 @@ def measure_parts(llm: LLM, run: Callable[[], object]) -> Parts:
         total = time.process_time() - started
         runner.model.ops = ops
         runner.set_probe(probe)
-    parts.finish(total)
+    rest = "host"
+    if is_compiled:
+        parts, rest = {name: PartWork(seconds) for name, seconds in times.seconds.items()}, "compiled steps and host"
+    parts[rest] = PartWork(total - sum(part.seconds for part in parts.values()))
     return parts
 
 
+# ---- peaks of this machine -------------------------------------------------------------------------------------------
+
+
 def measure_peaks(dtype: torch.dtype, weight_bytes: int) -> Peaks:
-    """The peaks for a model.
-
-    A processor without bfloat16 units is faster in float32, and that is the peak then.
-
-    Args:
-        dtype: of the model's weights and activations.
-        weight_bytes: of its weights.
-    """
-    flops = max(gemm_peak(dtype), gemm_peak(torch.float32))
-    return Peaks(flops, int8_peak(), copy_peak(), memory_peak(weight_bytes))
-
-
-def gemm_peak(dtype: torch.dtype) -> float:
-    """The largest FLOP/s of CPU time of some linear layers of the model's sizes, multiplied as the engine does."""
+    """The peaks for a model with weights of so many bytes. A processor without bfloat16 units is faster in float32, and
+    that is the peak then."""
     ops = load_cpu_ops(packs_weights=True)
 
-    def layer(rows: int, inner: int, outer: int) -> Callable[[], object]:
-        x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype)
-        packed = ops.packed(weight)
-        return lambda: ops.linear(x, packed)
+    def floats(rows: int, inner: int, outer: int, dtype: torch.dtype) -> Callable[[], object]:
+        x, weight = torch.randn(rows, inner).to(dtype), ops.packed(torch.randn(outer, inner).to(dtype))
+        return lambda: ops.linear(x, weight)
 
-    return largest_flops(layer)
+    def integers(rows: int, inner: int, outer: int) -> Callable[[], object]:
+        x, weight = (torch.ones(n, inner, dtype=torch.int8) for n in (rows, outer))
+        scale, packed, scales = torch.ones(rows), ops.packed(ops.stored(weight)), torch.ones(outer)
+        return lambda: ops.quant_linear(x, scale, packed, scales, None, torch.float32)
 
-
-def int8_peak() -> float:
-    """The same of linear layers of int8 numbers."""
-    ops = load_cpu_ops(packs_weights=True)
-
-    def layer(rows: int, inner: int, outer: int) -> Callable[[], object]:
-        x, weight = torch.ones(rows, inner, dtype=torch.int8), torch.ones(outer, inner, dtype=torch.int8)
-        scales, packed = (torch.ones(rows), torch.ones(outer)), ops.packed(ops.stored(weight))
-        return lambda: ops.quant_linear(x, scales[0], packed, scales[1], None, torch.float32)
-
-    return largest_flops(layer)
+    flops = max(_largest_flops(partial(floats, dtype=kind)) for kind in (dtype, torch.float32))
+    return Peaks(flops, _largest_flops(integers), _copy_peak(), _memory_peak(weight_bytes))
 
 
-def fastest_call(call: Callable[[], object], repeats: int) -> float:
+def _fastest_call(call: Callable[[], object], repeats: int) -> float:
     """CPU seconds of this process for the fastest of some equal calls; never 0, so that rates can be computed."""
     fastest = float("inf")
     for _ in range(repeats):
@@ -248,37 +214,22 @@ def fastest_call(call: Callable[[], object], repeats: int) -> float:
     return max(fastest, 1e-9)
 
 
-def largest_flops(layer: Callable[[int, int, int], Callable[[], object]]) -> float:
-    """The largest FLOP/s of CPU time of some linear layers.
-
-    Args:
-        layer: takes numbers of rows, inputs and outputs, and returns a call that computes such a linear layer.
-    """
-    best = 0.0
-    for rows, inner, outer in ((1152, 768, 4096), (1152, 2048, 768), (2048, 2048, 2048)):
-        best = max(best, 2 * rows * inner * outer / fastest_call(layer(rows, inner, outer), 6))
-    return best
+def _largest_flops(layer: Callable[[int, int, int], Callable[[], object]]) -> float:
+    """The largest FLOP/s of CPU time of some linear layers, by numbers of rows, inputs and outputs."""
+    sizes = ((1152, 768, 4096), (1152, 2048, 768), (2048, 2048, 2048))
+    return max(2 * n * inner * outer / _fastest_call(layer(n, inner, outer), 6) for n, inner, outer in sizes)
 
 
-def copy_peak() -> float:
+def _copy_peak() -> float:
     """The bytes, read and written, that torch's fastest of some copies moves in a second of CPU time."""
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
     target, copies = torch.empty_like(source), 8
-
-    def copy() -> None:
-        for _ in range(copies):
-            target.copy_(source)
-
-    return copies * 2 * COPIED_BYTES / fastest_call(copy, 20)
+    return copies * 2 * COPIED_BYTES / _fastest_call(lambda: [target.copy_(source) for _ in range(copies)], 20)
 
 
-def memory_peak(weight_bytes: int) -> float:
-    """The bytes of weights that the fastest of some products of a matrix with one row reads in a second of CPU time.
-
-    Args:
-        weight_bytes: of the model's weights; so many are read, within ``READ_BYTES``.
-    """
+def _memory_peak(weight_bytes: int) -> float:
+    """The bytes of weights that the fastest of some products of a matrix with one row reads in a second of CPU time."""
     least, most = READ_BYTES
     weight = torch.ones(min(max(weight_bytes, least), most) // (4 * ROW_ELEMENTS), ROW_ELEMENTS)
     row = torch.ones(ROW_ELEMENTS)
-    return weight.nbytes / fastest_call(lambda: weight.mv(row), 5)
+    return weight.nbytes / _fastest_call(lambda: weight.mv(row), 5)

@@ -23,11 +23,7 @@ Used = dict[int, tuple[str, float]]
 
 
 def used_by(root: int) -> Used:
-    """What a process and its descendants have used.
-
-    Args:
-        root: id of the process.
-    """
+    """What a process, by its id, and its descendants have used."""
     parents: dict[int, int] = {}
     used: Used = {}
     for folder in Path("/proc").glob("[0-9]*"):

@@ -32,11 +32,8 @@ def chat(question: str) -> list[Message]:
 def text_prompts(llm: LLM, count: int, length: int | None = None) -> list[list[int]]:
     """Prompts of held-out problems; for a model without a tokenizer random token ids, the same ones every time.
 
-    Args:
-        llm: the model.
-        count: how many.
-        length: tokens of each, cut out of many problems in a row; None: each is one problem, as a chat if the model has
-            a template, or ``RANDOM_LENGTH`` random ids.
+    ``length`` tokens are cut out of many problems in a row; without it each is one problem, as a chat if the model has
+    a template, or ``RANDOM_LENGTH`` random ids.
     """
     if llm.tokenizer is None:
         ids = [token for token in range(llm.config.vocab_size) if token != llm.config.mask_token_id]

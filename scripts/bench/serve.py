@@ -4,17 +4,20 @@
     bench serve --url http://host:8000                a running server; its prefix cache may know the prompts
     bench serve --clients 1 -- --max-num-seqs 1       flags of the server that is started come after --
     bench serve --fields block_size=16 num_branches=7 fields of the requests
-    bench serve -- --replicas 2                       engines behind Ray Serve
+    bench serve --mixed -- --replicas 2 --enable-prefix-caching       engines behind Ray Serve, under a mixed load
+    bench serve --mixed --round-robin 2               the same with a router that takes each engine in its turn
     bench serve --stand-ins 16 --ingresses 2          16 stand-ins for them, which compute nothing: what the rest can do
 
 For every number of clients the same streamed chat requests are sent; each client sends its next request as soon as it
-has an answer. Prints a row of a Markdown table for each number of clients, or with --json one line for all:
+has an answer. A mixed load has short and long requests, of which four in ten repeat an earlier prompt. Prints a row of
+a Markdown table for each number of clients, or with --json one line for all:
 
   requests/s, tokens/s   of all clients together; tokens are those of the answers
   TPF                    tokens divided by forward passes, of all answers
   first p50, p99         milliseconds until the first text of an answer: median and 99th percentile
   answer p50, p99        milliseconds until the end of an answer
   pieces                 events with text in an answer, on average
+  hits                   share of the prompts' tokens that prefix caches had
   CPU, ms                of the processes of a server that is started here, and of the clients, for each request
 """
 
@@ -26,8 +29,9 @@ import itertools
 import json
 import math
 import os
+import random
+import re
 import resource
-import socket
 import statistics
 import subprocess
 import sys
@@ -42,17 +46,22 @@ from typing import Any
 import httpx
 import yaml
 
-from scripts.arguments import number_from
+from lopa_ascend.parallel.launch import LOCALHOST, free_port
+from scripts.arguments import add_numbers
 from scripts.bench.machine import describe_machine
 from scripts.bench.processes import Used, seconds_between, used_by
 from scripts.bench.prompts import chat, questions
+from scripts.bench.tables import row, table
 
-CLIENTS = (1, 2, 4, 8, 16, 32)
 ROOT = Path(__file__).resolve().parents[2]
 READY = "serving   "
 """What the server's line with its address begins with."""
 TIMEOUT = 600
 """Seconds for an answer."""
+START_SECONDS = 600
+"""For a server that is started."""
+LONG, REPEATED = 0.3, 0.4
+"""Shares of a mixed load that have a long prompt and a long answer, and that repeat an earlier prompt."""
 
 
 @dataclass
@@ -77,42 +86,37 @@ class Level:
     clients: int
     answers: Sequence[Answer]
     seconds: float
-    """Seconds of all requests by the clock."""
+    """Of all requests by the clock."""
     cpu: Mapping[str, float]
     """CPU seconds of all requests, by part of the server."""
+    hits: float | None = None
+    """Share of the prompts' tokens that were found in prefix caches; None: the server does not tell."""
 
     def as_json(self) -> dict[str, Any]:
         """The figures by name."""
-        tokens = sum(answer.tokens for answer in self.answers)
-        forwards = sum(answer.forwards for answer in self.answers)
-        found: dict[str, Any] = {
+        tokens, forwards = (sum(getattr(answer, name) for answer in self.answers) for name in ("tokens", "forwards"))
+        times = {"first": [answer.first for answer in self.answers], "answer": [a.seconds for a in self.answers]}
+        return {
             "clients": self.clients,
             "requests_per_second": round(len(self.answers) / self.seconds, 3),
             "tokens_per_second": round(tokens / self.seconds, 1),
             "tpf": round(tokens / forwards, 2) if forwards else None,
+            **{
+                f"{name}_p{100 * share:.0f}_ms": round(1000 * percentile(values, share), 1)
+                for name, values in times.items()
+                for share in (0.5, 0.99)
+            },
+            "pieces": round(statistics.mean(answer.pieces for answer in self.answers), 1),
+            "hits": None if self.hits is None else round(self.hits, 2),
+            "cpu_ms": {part: round(1000 * used / len(self.answers), 2) for part, used in self.cpu.items()},
         }
-        times = {"first": [answer.first for answer in self.answers], "answer": [a.seconds for a in self.answers]}
-        for name, values in times.items():
-            for share in (0.5, 0.99):
-                found[f"{name}_p{100 * share:.0f}_ms"] = round(1000 * percentile(values, share), 1)
-        found["pieces"] = round(statistics.mean(answer.pieces for answer in self.answers), 1)
-        found["cpu_ms"] = {part: round(1000 * used / len(self.answers), 2) for part, used in self.cpu.items()}
-        return found
 
 
-HEADINGS = {
-    "clients": "clients",
-    "requests_per_second": "requests/s",
-    "tokens_per_second": "tokens/s",
-    "tpf": "TPF",
-    "first_p50_ms": "first p50, ms",
-    "first_p99_ms": "first p99",
-    "answer_p50_ms": "answer p50",
-    "answer_p99_ms": "answer p99",
-    "pieces": "pieces",
-    "cpu_ms": "CPU, ms",
-}
-"""Figure -> heading of its column."""
+HEADINGS = (
+    *("clients", "requests/s", "tokens/s", "TPF", "first p50, ms", "first p99", "answer p50", "answer p99", "pieces"),
+    *("hits", "CPU, ms"),
+)
+"""Of the figures of a level, in their order."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -123,18 +127,28 @@ def percentile(values: Sequence[float], share: float) -> float:
 def make_bodies(count: int, max_tokens: int, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Streamed chat requests with the held-out problems, which come again if there are fewer than ``count``."""
     common = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": max_tokens, **fields}
-    return [
-        {"messages": chat(question), **common} for question in itertools.islice(itertools.cycle(questions()), count)
-    ]
+    asked = itertools.islice(itertools.cycle(questions()), count)
+    return [{"messages": chat(question), **common} for question in asked]
+
+
+def mixed_bodies(count: int, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Streamed chat requests, short and long, under two system prompts; some come again."""
+    dice, problems, bodies = random.Random(0), itertools.cycle(questions()), list[dict[str, Any]]()
+    systems = [" ".join(itertools.islice(problems, 4)) for _ in range(2)]
+    while len(bodies) < count:
+        if bodies and dice.random() < REPEATED:
+            bodies.append(dice.choice(bodies))
+            continue
+        num_problems, max_tokens = (6, 192) if dice.random() < LONG else (1, 24)
+        messages = chat(" ".join(itertools.islice(problems, num_problems)))
+        messages.insert(0, {"role": "system", "content": dice.choice(systems)})
+        common = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+        bodies.append({"messages": messages, "max_tokens": max_tokens, **common, **fields})
+    return bodies
 
 
 async def measure(server: Server, bodies: Sequence[Mapping[str, Any]], clients: int) -> Level:
-    """Sends requests to a server, after a first one that does not count.
-
-    Args:
-        server: which is asked.
-        bodies: of the requests.
-        clients: requests at the same time.
+    """Sends requests from several clients, after a first one that does not count.
 
     Raises:
         RuntimeError: a request failed.
@@ -149,10 +163,19 @@ async def measure(server: Server, bodies: Sequence[Mapping[str, Any]], clients: 
             for body in waiting:
                 answers.append(await ask(http, body))
 
-        before, start = server.used(), time.perf_counter()
+        cached, before, start = await _prefix_cache(http), server.used(), time.perf_counter()
         await asyncio.gather(*(client() for _ in range(clients)))
-        seconds = time.perf_counter() - start
-        return Level(clients, answers, seconds, seconds_between(before, server.used()))
+        seconds, cpu = time.perf_counter() - start, seconds_between(before, server.used())
+        hits, queries = (now - then for now, then in zip(await _prefix_cache(http), cached, strict=True))
+        return Level(clients, answers, seconds, cpu, hits / queries if queries else None)
+
+
+async def _prefix_cache(http: httpx.AsyncClient) -> tuple[float, float]:
+    """Tokens of prompts that prefix caches had, and all that were looked up, until now."""
+    text = (await http.get("/metrics")).text
+    names = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+    hits, queries = (sum(map(float, re.findall(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE))) for name in names)
+    return hits, queries
 
 
 async def ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
@@ -197,6 +220,9 @@ def _take(answer: Answer, event: Mapping[str, Any], seconds: float) -> None:
         answer.forwards = (event.get("lopa") or {}).get("num_forwards", 0)
 
 
+# ---- servers ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Server:
     """A running server."""
@@ -214,12 +240,8 @@ class Server:
 
 @contextmanager
 def serving(command: Sequence[str], environment: Mapping[str, str], url: str | None = None) -> Iterator[Server]:
-    """A server that is started, and ended after the ``with`` block.
-
-    Args:
-        command: starts it.
-        environment: variables in addition to this process's own, which win.
-        url: its address; None: its log has it.
+    """A server that is started, and ended after the ``with`` block. This process's own variables win over
+    ``environment``; without ``url`` the log has the address.
 
     Raises:
         RuntimeError: the server did not start.
@@ -236,51 +258,18 @@ def serving(command: Sequence[str], environment: Mapping[str, str], url: str | N
             process.wait()
 
 
-def one_server(flags: Sequence[str]) -> AbstractContextManager[Server]:
-    """A server without prefix cache. One thread: OpenMP's default would compete with the clients for the cores."""
-    command = [sys.executable, "-m", "lopa_ascend.serve", "--port", "0", "--no-enable-prefix-caching", *flags]
-    return serving(command, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
-
-
-@contextmanager
-def stand_ins(replicas: int, ingresses: int) -> Iterator[Server]:
-    """Stand-ins for engines behind Ray Serve, on a cluster of this machine.
-
-    Args:
-        replicas: how many there are.
-        ingresses: processes that answer HTTP.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    application = {
-        "name": "lopa",
-        "route_prefix": "/",
-        "import_path": "scripts.bench.standin:build",
-        "args": {"replicas": replicas},
-        "deployments": [{"name": "Ingress", "num_replicas": ingresses}],
-    }
-    http = {"host": "127.0.0.1", "port": port}
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        yaml.safe_dump({"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}, file)
-        file.flush()
-        command = [sys.executable, "-m", "ray.serve.scripts", "run", "--app-dir", str(ROOT), file.name]
-        environment = {"RAY_ADDRESS": "local", "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": replicas})}
-        with serving(command, environment, f"http://127.0.0.1:{port}") as server:
-            yield server
-
-
 def _await_address(process: subprocess.Popen[bytes], log: Path, url: str | None) -> str:
     """Waits until a server serves, and returns its address, which its log has if ``url`` is None."""
+    deadline = time.monotonic() + START_SECONDS
     while True:
-        has_ended = process.poll() is not None
+        is_over = process.poll() is not None or time.monotonic() > deadline
         text = log.read_text(errors="replace")
         for line in text.splitlines(keepends=True):
             if line.startswith(READY) and line.endswith("\n"):
                 return line.split()[1]
         if url is not None and _is_ready(url):
             return url
-        if has_ended:
+        if is_over:
             raise RuntimeError(f"the server did not start:\n{text}")
         time.sleep(0.1)
 
@@ -292,34 +281,57 @@ def _is_ready(url: str) -> bool:
         return False
 
 
+def one_server(flags: Sequence[str]) -> AbstractContextManager[Server]:
+    """A server without prefix cache. One thread: OpenMP's default would compete with the clients for the cores."""
+    command = [sys.executable, "-m", "lopa_ascend.serve", "--port", "0", "--no-enable-prefix-caching", *flags]
+    return serving(command, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
+
+
+@contextmanager
+def on_ray(application: str, replicas: int, ingresses: int = 1) -> Iterator[Server]:
+    """An application of scripts/bench/replicas.py, by its function, on a cluster of this machine; its replicas have all
+    reported. ``ingresses`` are processes that answer HTTP."""
+    http = {"host": LOCALHOST, "port": free_port()}
+    built = {
+        "name": "lopa",
+        "route_prefix": "/",
+        "import_path": f"scripts.bench.replicas:{application}",
+        "args": {"replicas": replicas},
+        "deployments": [{"name": "Ingress", "num_replicas": ingresses}],
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump({"proxy_location": "HeadOnly", "http_options": http, "applications": [built]}, file)
+        file.flush()
+        command = [sys.executable, "-m", "ray.serve.scripts", "run", "--app-dir", str(ROOT), file.name]
+        environment = {"RAY_ADDRESS": "local", "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": replicas})}
+        with serving(command, environment, f"http://{LOCALHOST}:{http['port']}") as server:
+            deadline = time.monotonic() + START_SECONDS
+            while f"}} {replicas}.0" not in httpx.get(f"{server.url}/metrics", timeout=60).text:
+                if time.monotonic() > deadline:
+                    raise RuntimeError("not all replicas have reported")
+                time.sleep(0.5)
+            yield server
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running server (default: one is started here, without prefix cache)")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of a server that is started")
-    parser.add_argument("--stand-ins", type=number_from(1), metavar="N", help="start N stand-ins for engines")
-    parser.add_argument(
-        "--ingresses",
-        type=number_from(1),
-        metavar="N",
-        help="of the stand-ins: processes that answer HTTP (default: 1)",
+    add_numbers(
+        parser,
+        ("--stand-ins", None, 1, "start N stand-ins for engines on Ray Serve"),
+        ("--round-robin", None, 1, "start N engines on Ray Serve, which get requests in turn"),
+        ("--ingresses", None, 1, "of the stand-ins: processes that answer HTTP (default: 1)"),
+        ("--clients", [1, 2, 4, 8, 16, 32], 1, "numbers of clients"),
+        ("--requests", 96, 1, "requests for each number of clients"),
+        ("--max-tokens", 192, 1, "tokens of an answer, at most"),
     )
-    parser.add_argument(
-        "--clients",
-        type=number_from(1),
-        nargs="+",
-        default=CLIENTS,
-        metavar="N",
-        help=f"numbers of clients (default: {' '.join(map(str, CLIENTS))})",
-    )
-    for name, default, text in (
-        ("--requests", 96, "requests for each number of clients"),
-        ("--max-tokens", 192, "tokens of an answer, at most"),
-    ):
-        parser.add_argument(
-            name, type=number_from(1), default=default, metavar="N", help=f"{text} (default: {default})"
-        )
     parser.add_argument(
         "--fields", nargs="+", default=[], metavar="NAME=VALUE", help="fields of the requests, such as num_branches=3"
     )
+    parser.add_argument("--mixed", action="store_true", help="short and long requests, and repeated prompts")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
@@ -334,23 +346,26 @@ def parse_field(text: str) -> tuple[str, Any]:
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Measures and prints each number of clients."""
-    if bool(args.url) + bool(args.flags) + bool(args.stand_ins) > 1:
-        parser.error("--url, --stand-ins and flags after -- name different servers; give one of them")
+    if sum(map(bool, (args.url, args.flags, args.stand_ins, args.round_robin))) > 1:
+        parser.error("--url, --stand-ins, --round-robin and flags after -- name different servers; give one of them")
     if args.ingresses and not args.stand_ins:
         parser.error("--ingresses goes with --stand-ins alone")
     if args.stand_ins:
-        server: AbstractContextManager[Server] = stand_ins(args.stand_ins, args.ingresses or 1)
+        server: AbstractContextManager[Server] = on_ray("stand_ins", args.stand_ins, args.ingresses or 1)
+    elif args.round_robin:
+        server = on_ray("round_robin", args.round_robin)
     else:
         server = nullcontext(Server(args.url)) if args.url else one_server(args.flags)
-    bodies = make_bodies(args.requests, args.max_tokens, dict(map(parse_field, args.fields)))
+    fields = dict(map(parse_field, args.fields))
+    bodies = mixed_bodies(args.requests, fields) if args.mixed else make_bodies(args.requests, args.max_tokens, fields)
     levels = []
     with server as running:
         if not args.json:
-            print(f"| {' | '.join(HEADINGS.values())} |\n{'|---' * len(HEADINGS)}|", flush=True)
+            print(table(HEADINGS), flush=True)
         for clients in args.clients:
             levels.append(asyncio.run(measure(running, bodies, clients)).as_json())
             if not args.json:
-                print(f"| {' | '.join(str(levels[-1][name]) for name in HEADINGS)} |", flush=True)
+                print(row(levels[-1].values()), flush=True)
     if args.json:
         print(json.dumps({"machine": describe_machine(), "levels": levels}))
     return 0

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 
-from lopa_ascend import DecodingParams
-from lopa_ascend.config import EngineConfig
+from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.engine import AGREEMENT_INTERVAL
 from lopa_ascend.types import SequencePlan
-from scripts.bench.ranks.process import Step, TrafficJob, run
-from scripts.bench.ranks.traffic import Formulas, carries_commands, faults, prompts
-from tests.dream_checkpoint import open_checkpoint
+from scripts.bench import ranks
+from scripts.bench.plan.models import load_model
+from scripts.bench.prompts import text_prompts
+from scripts.bench.ranks import Formulas, Step
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.multirank
@@ -22,31 +21,22 @@ pytestmark = pytest.mark.multirank
 LOOKAHEADS = 4
 REQUEST = DecodingParams(num_branches=LOOKAHEADS, block_size=8, tau_conf=0.9995, max_new_tokens=80)
 """So high a threshold that enough is undecided for all branches, also in steps that commit a block."""
+MODEL = load_model(str(DEMO_MODEL))
 
 
-def recorded(tp: int, bp: int) -> list[list[Step]]:
-    """Every step of every rank: problems of both window modes, three at a time, whose branches bp does not divide."""
-    config = EngineConfig(
-        tensor_parallel_size=tp,
-        branch_parallel_size=bp,
-        enable_prefix_caching=False,
-        max_num_seqs=3,
-        threads=1,
-    )
+def recorded(tp: int, bp: int) -> list[Step]:
+    """Every step of rank 0: problems of both window modes, three at a time, whose branches bp does not divide."""
     windows = ("block_causal", "full", "block_causal", "full")
-    requests = [
-        (prompt, REQUEST.changed(window_attention=window))
-        for prompt, window in zip(prompts(DEMO_MODEL, len(windows)), windows, strict=True)
-    ]
-    ranks: list[list[Step]] = run(TrafficJob(config, requests), list[Step])
-    assert len(ranks) == tp * bp
-    for steps in ranks:
-        assert [step.plans for step in steps] == [step.plans for step in ranks[0]]
-        are_compared = [not i % AGREEMENT_INTERVAL for i in range(1, len(steps) + 1)]
-        assert [step.sent("agreement").calls for step in steps] == are_compared
-        assert sum(map(carries_commands, steps)) == 1
-        assert any(len(plan.rows) == 1 + LOOKAHEADS for step in steps for plan in step.plans)
-    return ranks
+    requests = [REQUEST.changed(window_attention=window) for window in windows]
+    with LLM(
+        tensor_parallel_size=tp, branch_parallel_size=bp, enable_prefix_caching=False, max_num_seqs=3, threads=1
+    ) as llm:
+        steps = ranks.decode(llm, zip(text_prompts(llm, len(windows)), requests, strict=True))
+    are_compared = [not i % AGREEMENT_INTERVAL for i in range(1, len(steps) + 1)]
+    assert [step.sent("agreement").calls for step in steps] == are_compared
+    assert sum(step.carries_commands for step in steps) == 1
+    assert any(len(plan.rows) == 1 + LOOKAHEADS for step in steps for plan in step.plans)
+    return steps
 
 
 def branches_bound(plan: SequencePlan, bp: int) -> int:
@@ -56,9 +46,9 @@ def branches_bound(plan: SequencePlan, bp: int) -> int:
 
 @pytest.mark.parametrize(("tp", "bp"), slow_but([(1, 2), (2, 2)], [(2, 2)]))
 def test_every_step_sends_what_the_formulas_say(tp: int, bp: int) -> None:
-    model = open_checkpoint(DEMO_MODEL).config
+    model = MODEL
     hidden, kv_position = 4 * model.hidden_size, 4 * 2 * model.num_layers * model.local_kv_heads(tp) * model.head_dim
-    steps = [step for rank in recorded(tp, bp) for step in rank]
+    steps = recorded(tp, bp)
     second_phases = commits = 0
     for step in steps:
         sent = {purpose: step.sent(purpose) for purpose in ("layers", "branches", "control", "kv")}
@@ -68,7 +58,7 @@ def test_every_step_sends_what_the_formulas_say(tp: int, bp: int) -> None:
         bound = sum(branches_bound(plan, bp) for plan in step.plans)
         assert sent["branches"].num_bytes <= bound
         assert sent["branches"].calls <= 1
-        if not carries_commands(step):
+        if not step.carries_commands:
             assert sent["control"].num_bytes == 8 * sent["control"].calls <= 16  # a heartbeat may come before it
             others = sent["control"].num_bytes + step.sent("agreement").num_bytes
             assert sent["branches"].num_bytes + others <= bound + 256
@@ -77,4 +67,9 @@ def test_every_step_sends_what_the_formulas_say(tp: int, bp: int) -> None:
         assert sent["kv"].num_bytes == sum(commit * kv_position + hidden for commit in full)
         second_phases, commits = second_phases + len(full), commits + len(committing)
     assert 0 < second_phases < commits
-    assert faults(Formulas(model, torch.float32, tp, bp), steps) == []
+    formulas = Formulas(model, 4, tp, bp)
+    for step in steps:
+        exact = formulas.exact(step)
+        assert step.traffic.keys() <= exact.keys()
+        counted = {purpose: step.sent(purpose).num_bytes for purpose in exact}
+        assert counted | ({"control": exact["control"]} if step.carries_commands else {}) == exact

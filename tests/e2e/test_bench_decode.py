@@ -19,10 +19,10 @@ from lopa_ascend.backend.interface import Entries
 from lopa_ascend.graph import setup
 from lopa_ascend.model.decoder import Decoder
 from lopa_ascend.types import GenerationOutput
+from scripts.bench import decode
 from scripts.bench import parts as parts_module
-from scripts.bench import workload
 from scripts.bench.__main__ import main
-from scripts.bench.decode import print_floors
+from scripts.bench.decode import KEYS, floors
 from scripts.bench.parts import PARTS, PartWork, Peaks, measure_parts, work_of
 from tests.tiny import write_dream
 
@@ -39,16 +39,15 @@ def test_timing_changes_no_token_and_counts_the_work(tmp_path) -> None:
     parts = measure_parts(llm, lambda: found.extend(llm.generate([PROMPT], params, trace=True, quiet=True)))
     assert llm.engine.runner.model.ops is ops
     assert found[0].token_ids == expected.token_ids
-    assert set(parts.by_name) == set(PARTS)
-    assert min(part.seconds for part in parts.by_name.values()) > 0
+    assert set(parts) == set(PARTS)
+    assert min(part.seconds for part in parts.values()) > 0
     trace = found[0].trace
     assert trace is not None
     c, rows = llm.config, sum(record.head_rows for record in trace)
-    assert parts.by_name["head and score"].flops == 2 * rows * c.vocab_size * c.hidden_size
-    assert parts.by_name["head and score"].bytes == rows * c.vocab_size * 4
+    assert parts["head and score"].flops == 2 * rows * c.vocab_size * c.hidden_size
+    assert parts["head and score"].bytes == rows * c.vocab_size * 4
     qkv = c.hidden_size * c.head_dim * (c.num_heads + 2 * c.num_kv_heads)
-    assert parts.by_name["products"].flops > 2 * c.num_layers * found[0].model_tokens * qkv
-    assert 0 < parts.forward < sum(part.seconds for part in parts.by_name.values())
+    assert parts["products"].flops > 2 * c.num_layers * found[0].model_tokens * qkv
 
 
 @pytest.mark.parametrize("quantization", [None, "w8a8"])
@@ -73,7 +72,7 @@ def test_the_work_of_the_linear_layers_is_what_they_compute(quantization: str | 
     params = DecodingParams(num_branches=2, max_new_tokens=32, window_attention="full", ignore_eos=True)
     with mock.patch.object(Decoder, "_linear", counted), mock.patch.object(Decoder, "_gated", counted_gated):
         parts = measure_parts(llm, lambda: llm.generate([PROMPT], params, quiet=True))
-    products = parts.by_name["products"]
+    products = parts["products"]
     last = llm.config.num_layers - 1
     assert rows[f"layers.{last}.down"] < rows["layers.0.down"]
     assert products.flops + products.int8_flops == 2 * sum(rows.values())
@@ -84,9 +83,9 @@ def test_int8_products_are_counted_by_themselves(tmp_path) -> None:
     llm = LLM(tmp_path, quantization="w8a8", enable_prefix_caching=False)
     params = DecodingParams(num_branches=2, block_size=8, max_new_tokens=16, ignore_eos=True)
     parts = measure_parts(llm, lambda: llm.generate([PROMPT], params, quiet=True))
-    assert parts.by_name["products"].int8_flops > 0
-    assert parts.by_name["products"].flops == 0
-    assert parts.by_name["head and score"].int8_flops == 0
+    assert parts["products"].int8_flops > 0
+    assert parts["products"].flops == 0
+    assert parts["head and score"].int8_flops == 0
 
 
 def test_the_work_of_ops() -> None:
@@ -111,8 +110,8 @@ def test_the_work_of_ops() -> None:
 
 def test_floors_are_those_of_memory_and_of_products() -> None:
     peaks = Peaks(flops=100.0, int8_flops=200.0, bytes=10.0, memory=5.0)
-    assert PartWork(flops=200, weight_bytes=20, bytes=30).floors(peaks) == (4 + 3, 2)
-    assert PartWork(flops=200, int8_flops=200, weight_bytes=5).floors(peaks) == (1, 2 + 1)
+    assert PartWork(flops=200, weight_bytes=20, bytes=30).floors(peaks) == {"memory": 4 + 3, "products": 2}
+    assert PartWork(flops=200, int8_flops=200, weight_bytes=5).floors(peaks) == {"memory": 1, "products": 2 + 1}
 
 
 def decoded(*options: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -141,7 +140,7 @@ def test_every_combination_is_decoded_and_prompts_may_be_computed_before(
 ) -> None:
     """A decode whose prompts were not in the prefix cache would end the command."""
     write_dream(tmp_path, vocab_size=32000)
-    monkeypatch.setattr(workload, "RANDOM_MODEL", tmp_path)
+    monkeypatch.setattr(decode, "RANDOM_MODEL", tmp_path)
     options = (
         "--random --cached-prompts --new-tokens 16 --windows full --requests 1 3 --prompt-tokens 8 200 --branches 0 2"
     )
@@ -172,7 +171,7 @@ def test_tables_have_a_row_for_each_decode_and_floors_one_for_each_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_dream(tmp_path, vocab_size=32000)
-    monkeypatch.setattr(workload, "RANDOM_MODEL", tmp_path)
+    monkeypatch.setattr(decode, "RANDOM_MODEL", tmp_path)
     monkeypatch.setattr(parts_module, "measure_peaks", lambda *of_model: Peaks(1e9, 1e9, 1e9, 1e9))
     main("decode --random --branches 2 --block-size 1 8 --new-tokens 16 --floors".split())
     figures, others = capsys.readouterr().out.split("CPU ms of a step:")
@@ -182,15 +181,13 @@ def test_tables_have_a_row_for_each_decode_and_floors_one_for_each_part(
         assert [row.count("|") for row in rows] == [columns + 1] * 2 * count
 
 
-def test_the_share_is_that_of_the_longer_floor(capsys: pytest.CaptureFixture[str]) -> None:
-    floors = {"products": {"memory": 0.75, "products": 0.3}, "host": {"memory": 0.0, "products": 0.0}}
-    one = {"k": 0, "steps": 1, "cpu_seconds": 2.0, "parts": {"products": 1.5, "host": 0.5}, "floors": floors}
-    print_floors({"peaks": {"flops": 2e9}, "decodes": [one]}, ["k"])
-    rows = [line.split(" | ")[1:] for line in capsys.readouterr().out.splitlines() if line.startswith("| 0 |")]
-    assert rows == [
-        ["products", "1500.00", "750.00", "300.00", "50% |"],
-        ["host", "500.00", "0.00", "0.00", "0% |"],
-        ["all", "2000.00", "750.00", "300.00", "38% |"],
+def test_the_share_is_that_of_the_longer_floor() -> None:
+    least = {"products": {"memory": 0.75, "products": 0.3}, "host": {"memory": 0.0, "products": 0.0}}
+    one = {"k": 0, "steps": 1, "cpu_seconds": 2.0, "parts": {"products": 1.5, "host": 0.5}, "floors": least}
+    assert [row[len(KEYS) :] for row in floors(dict.fromkeys(KEYS) | one)] == [
+        ["products", "1500.00", "750.00", "300.00", "50%"],
+        ["host", "500.00", "0.00", "0.00", "0%"],
+        ["all", "2000.00", "750.00", "300.00", "38%"],
     ]
 
 
@@ -203,9 +200,3 @@ def test_of_compiled_steps_the_hosts_work_and_padding_are_known(capsys: pytest.C
     (one,) = found["decodes"]
     assert {"inputs", "absorb", "compiled steps and host"} <= set(one["parts"])
     assert 0 < one["padding"] < 1
-
-
-def test_the_random_prompts_are_the_same_ones_every_time() -> None:
-    first, second = workload.random_prompts(2)
-    assert (first[:3], len(first), len(second)) == (workload.random_prompts(1, 3)[0], 128, 128)
-    assert first != second

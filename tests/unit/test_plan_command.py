@@ -13,6 +13,8 @@ from scripts.bench.plan import devices
 from scripts.bench.plan.devices import DeviceError, load_device, parse_device
 from scripts.bench.plan.measured import Fit, Measured, compare, fit
 from scripts.bench.plan.models import load_model
+from scripts.bench.plan.step import ENDS, floor, predict
+from scripts.bench.plan.tasks import Workload
 from scripts.bench.plan.validate import published_engine, read_paper, validate
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
@@ -21,10 +23,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 
 
 def test_devices_are_described_whole_and_with_sources():
-    assert devices.known_devices() == ("910c", "h200", "h100", "b200", "rtx4090")
+    assert devices.known_devices() == ("910c", "h200", "h100", "a100", "b200", "rtx4090", "xeon")
     for name in devices.known_devices():
         assert load_device(name).high.memory_efficiency < 1
-    with pytest.raises(DeviceError, match="910c, h200, h100, b200, rtx4090"):
+    with pytest.raises(DeviceError, match="910c, h200, h100, a100, b200, rtx4090, xeon"):
         load_device("910d")
 
 
@@ -212,7 +214,7 @@ def test_tokens_per_forward_of_table_3_are_taken_as_they_are():
 def test_the_constants_are_printed_with_their_sources(capsys: pytest.CaptureFixture[str]):
     main(["plan", "--device", "h200", "--constants"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + len(devices.CONSTANTS)
+    assert len(lines) == 2 + len(devices.CONSTANTS) + len(devices.GPU_CONSTANTS)
     assert "| memory_bandwidth | 4.8e+12 B/s | NVIDIA data sheet, by secondary sources |" in lines
 
 
@@ -274,7 +276,9 @@ def test_sizes_that_are_given_beside_the_dies_are_kept_and_the_others_found(caps
         ("--tpf x", "K:NUMBER"),
         ("--tpf -1", "above 0"),
         ("--dies 16 --tp 4 --bp 8", "32 dies"),
-        ("--device a100", "910c"),
+        ("--device v100", "910c"),
+        ("--device a100 --precision fp8", "no products in fp8"),
+        ("--computed 1.5", "at most 1"),
         ("--model Dream-8B", "Dream-7B"),
         ("--context 3000000 --dies 1", "fits on no"),
     ],
@@ -284,3 +288,18 @@ def test_wrong_command_lines_are_refused(capsys: pytest.CaptureFixture[str], arg
         main(["plan", *argv.split()])
     assert stop.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+def test_the_page_on_gpus_has_what_is_predicted():
+    """Without a format a card's cell is empty."""
+    model, page = load_model("Dream-7B"), PAGE.with_name("cuda.md").read_text()
+    for name in ("h200", "h100", "a100", "b200", "rtx4090"):
+        card, cells = load_device(name), list[str]()
+        for fields in ({}, {"precision": "w8a8"}, {"precision": "fp8"}, {"computed": 0.75}):
+            if fields == {"precision": "fp8"} and not card.low.fp8_flops:
+                cells.append("")
+                continue
+            steps = predict(model, card, Workload(k=7, window=64, context=448, **fields))
+            cells.append(" to ".join(f"{1e3 * steps[end].device:.1f}" for end in ENDS))
+        cells.insert(1, f"{1e3 * floor(model, card.low, Workload(k=7, window=64, context=448)):.1f}")
+        assert f"| {name} | {' | '.join(cells)} |\n".replace("|  |", "| |") in page

@@ -9,25 +9,27 @@
     bench plan --device h200 --constants                the constants of a device with their sources
 
 A prediction is a range, from the fastest to the slowest value of each constant. Padding to buckets and prompts come on
-top. Tokens per forward pass (TPF) are an input.
+top. Tokens per forward pass (TPF) are an input. The least time by the data sheet has neither collectives nor fixed
+costs, and all of the memory's and the products' peaks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from lopa_ascend.config import ConfigError, ModelConfig
-from scripts.arguments import number_from
+from scripts.arguments import add_numbers, positive
 from scripts.bench.plan.devices import DeviceError, Range, constants_table, known_devices, load_device
 from scripts.bench.plan.measured import compare
 from scripts.bench.plan.models import known_models, load_model
 from scripts.bench.plan.search import DEFAULT_TPF, Plan, best_plan, plan, tokens_per_forward
-from scripts.bench.plan.step import ENDS
+from scripts.bench.plan.step import ENDS, floor
 from scripts.bench.plan.tasks import PRECISIONS, Workload
 from scripts.bench.plan.validate import published_engine, validate
+from scripts.bench.tables import table
 
 CONTEXT = 1024
 """Positions in front of the window where nothing is said of them."""
@@ -46,40 +48,29 @@ TERMS = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        default="Dream-7B",
-        metavar="MODEL",
-        help=f"{' or '.join(known_models())}, a directory with a config.json, or a name on the hub (default: Dream-7B)",
-    )
-    parser.add_argument(
-        "--device",
-        default="910c",
-        metavar="DEVICE",
-        help=f"{' or '.join(known_devices())}, a JSON file of one device, or a report of the self-test (default: 910c)",
-    )
+    models = f"{' or '.join(known_models())}, a directory with a config.json, or a name on the hub (default: Dream-7B)"
+    parser.add_argument("--model", default="Dream-7B", metavar="MODEL", help=models)
+    known = f"{' or '.join(known_devices())}, a JSON file of one device, or a report of the self-test (default: 910c)"
+    parser.add_argument("--device", default="910c", metavar="DEVICE", help=known)
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="bf16", help="number format of the weights (default: bf16)"
     )
-    for name, default, least, text in (
-        ("tp", None, 1, "tensor parallel size"),
-        ("bp", None, 1, "branch parallel size"),
-        ("k", None, 0, "lookahead branches beside the anchor"),
-        ("window", 128, 1, "positions of a branch that one pass computes"),
-        ("context", CONTEXT, 0, "cached positions before the window"),
-        ("block", 32, 1, "positions that are committed together; 1: tokens one by one"),
-        ("dies", None, 1, "dies at most, with the best of --tp, --bp and --k not given; more make replicas"),
-    ):
-        shown = "" if default is None else f" (default: {default})"
-        parser.add_argument(f"--{name}", type=number_from(least), default=default, metavar="N", help=text + shown)
-    parser.add_argument(
-        "--requests",
-        nargs="+",
-        type=number_from(1),
-        default=[1],
-        metavar="N",
-        help="requests at the same time, of all replicas; several numbers for a column each (default: 1)",
+    add_numbers(
+        parser,
+        ("--tp", None, 1, "tensor parallel size"),
+        ("--bp", None, 1, "branch parallel size"),
+        ("--k", None, 0, "lookahead branches beside the anchor"),
+        ("--window", 128, 1, "positions of a branch that one pass computes"),
+        ("--context", CONTEXT, 0, "cached positions before the window"),
+        ("--block", 32, 1, "positions that are committed together; 1: tokens one by one"),
+        ("--dies", None, 1, "dies at most, with the best of --tp, --bp and --k not given; more make replicas"),
+        ("--requests", [1], 1, "requests at the same time, of all replicas; several numbers for a column each"),
     )
+    for name, text in (
+        ("--computed", "block-rows that a step computes, such as those that differ from the anchor's"),
+        ("--predicted", "computed positions that go through the LM head, such as the masked ones"),
+    ):
+        parser.add_argument(name, type=_share, default=1.0, metavar="X", help=f"share of {text} (default: 1)")
     parser.add_argument(
         "--tpf",
         nargs="+",
@@ -88,9 +79,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="tokens per forward pass: one number for the given --k, or pairs K:X between which it is interpolated "
         "(default: " + " ".join(f"{k}:{tpf}" for k, tpf in DEFAULT_TPF.items()) + ", D2F-Dream on GSM8K in the paper)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--constants", action="store_true", help="print the constants of --device with their sources")
-    parser.add_argument("--validate", action="store_true", help="print predictions beside published speeds")
+    for name, text in (
+        ("--json", "print JSON"),
+        ("--constants", "print the constants of --device with their sources"),
+        ("--validate", "print predictions beside published speeds"),
+    ):
+        parser.add_argument(name, action="store_true", help=text)
+
+
+def _share(text: str) -> float:
+    value = positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"must be at most 1, got {text!r}")
+    return value
 
 
 def _parse_tpf(text: str) -> tuple[int | None, float]:
@@ -133,9 +134,8 @@ def _best(args: argparse.Namespace, model: ModelConfig, devices: Range, requests
         ValueError: the flags do not go together, or nothing fits.
     """
     known = _known_tpf(args)
-    work = Workload(
-        precision=args.precision, window=args.window, context=args.context, block=args.block, requests=requests
-    )
+    given = {name: getattr(args, name) for name in ("precision", "window", "context", "block", "computed", "predicted")}
+    work = Workload(**given, requests=requests)
     given = {name: getattr(args, name) for name in ("tp", "bp", "k") if getattr(args, name) is not None}
     if args.dies is not None and len(given) < 3:
         if args.k is not None:
@@ -146,37 +146,33 @@ def _best(args: argparse.Namespace, model: ModelConfig, devices: Range, requests
     return plan(model, devices, chosen, tokens_per_forward(known, chosen.k), args.dies)
 
 
-def table(plans: dict[int, Plan]) -> str:
-    """Plans as a table in Markdown, a column for each number of requests."""
-    found = {requests: best.as_json() for requests, best in plans.items()}
-
-    def line(name: str, cells: Iterable[str]) -> str:
-        return f"| {name} | " + " | ".join(cells) + " |"
+def steps_table(plans: dict[int, Plan]) -> str:
+    """A column for each number of requests."""
+    found = [best.as_json() for best in plans.values()]
 
     def span(key: str, digits: int) -> Iterator[str]:
-        for best in found.values():
+        for best in found:
             yield " to ".join(f"{value:.{digits}f}" for value in sorted(best[end][key] for end in ENDS))
 
-    lines = [line("ms, by requests", map(str, found)), "|---" * (1 + len(found)) + "|"]
-    lines += [line(name, span(f"{term}_ms", 1 if "*" in name else 2)) for term, name in TERMS.items()]
-    bound = (" or ".join(dict.fromkeys(best[end]["bound_by"] for end in ENDS)) for best in found.values())
-    lines.append(line("bound by", (text.replace("_", " ") for text in bound)))
-    return "\n".join([*lines, line("tokens/s", span("tokens_per_second", 0))])
+    rows = [(name, *span(f"{term}_ms", 1 if "*" in name else 2)) for term, name in TERMS.items()]
+    bound = (" or ".join(dict.fromkeys(best[end]["bound_by"] for end in ENDS)) for best in found)
+    rows += [("bound by", *(text.replace("_", " ") for text in bound)), ("tokens/s", *span("tokens_per_second", 0))]
+    return table(("ms, by requests", *plans), rows)
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Prints what the command line asks for."""
-    if args.validate:
-        print(json.dumps({"rows": validate(), "published_engine": published_engine(), "measured": compare()}))
-    else:
-        try:
-            _print_prediction(args)
-        except (ConfigError, DeviceError, ValueError) as error:
-            parser.error(str(error))
+    try:
+        _print(args)
+    except (ConfigError, DeviceError, ValueError) as error:
+        parser.error(str(error))
     return 0
 
 
-def _print_prediction(args: argparse.Namespace) -> None:
+def _print(args: argparse.Namespace) -> None:
+    if args.validate:
+        print(json.dumps({"rows": validate(), "published_engine": published_engine(), "measured": compare()}))
+        return
     if args.constants:
         print(constants_table(args.device))
         return
@@ -188,5 +184,8 @@ def _print_prediction(args: argparse.Namespace) -> None:
         return
     for requests, best in plans.items():
         sizes = f"tp {best.work.tp} x bp {best.work.bp}, k = {best.work.k}, {best.replicas} replica(s)"
-        print(f"{requests} request(s): {sizes}, TPF {best.work.tpf:g}")
-    print(f"\n{table(plans)}")
+        least = f"{1000 * floor(model, devices.low, best.work):.1f} ms"
+        print(
+            f"{requests} request(s): {sizes}, TPF {best.work.tpf:g}; at least {least} on the device, by its data sheet"
+        )
+    print(f"\n{steps_table(plans)}")

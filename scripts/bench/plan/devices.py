@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lopa_ascend.config.files import read_json_object
+from scripts.bench.tables import table
 
 FILE = Path(__file__).with_name("devices.json")
 REPORTED = "910c"
@@ -65,6 +66,23 @@ class Device:
     collective_events_s: float
     """Seconds of the events between streams before and after a collective."""
 
+    fp8_flops: float = 0.0
+    """The constants from here on are those of GPUs alone. 0: the device has no such products."""
+    sms: float = 0.0
+    """Streaming multiprocessors, among which the tiles of a kernel are dealt out; 0: the device is no GPU."""
+    l2_bandwidth: float = 0.0
+    """Reachable bytes/s of reads from the L2 cache, of all SMs together."""
+    fp8_efficiency: float = 0.0
+    int8_efficiency: float = 0.0
+    row_efficiency: float = 0.0
+    """Share of the memory bandwidth that kernels reach which go through rows."""
+    attention_efficiency: float = 0.0
+    """Share of the peak in bf16 that a tile of attention reaches."""
+    attention_rows: float = 0.0
+    """Rows of such a tile."""
+    attention_splits: float = 0.0
+    """Parts into which the keys of a query are split at most."""
+
     measured_sums: tuple[tuple[int, float, float], ...] = ()
     """(ranks, bytes, seconds) of all-reduces that the self-test has timed, in the order of their bytes."""
 
@@ -79,8 +97,15 @@ class Device:
         return self.link_bandwidth * self.link_efficiency
 
     def peak_flops(self, precision: str) -> float:
-        """FLOP/s of products of numbers of a format."""
-        return {"bf16": self.bf16_flops, "w8a8": self.int8_flops, "fp32": self.fp32_flops}[precision]
+        """FLOP/s of products of numbers of a format.
+
+        Raises:
+            ValueError: the device has none.
+        """
+        peaks = {"bf16": self.bf16_flops, "w8a8": self.int8_flops, "fp32": self.fp32_flops, "fp8": self.fp8_flops}
+        if not peaks[precision]:
+            raise ValueError(f"the device has no products in {precision}")
+        return peaks[precision]
 
     def measured_sum(self, ranks: int, num_bytes: float) -> float | None:
         """Seconds of an all-reduce, between the next smaller and the next larger one that were timed; None if none were
@@ -101,7 +126,10 @@ class Range(NamedTuple):
 
 
 CONSTANTS = tuple(f.name for f in fields(Device) if f.default is MISSING)
-_POSITIVE = ("flops", "bandwidth", "bytes", "efficiency")
+"""Those of every device."""
+GPU_CONSTANTS = tuple(f.name for f in fields(Device) if f.default == 0.0)
+"""Those that a GPU has besides."""
+_POSITIVE = ("flops", "bandwidth", "bytes", "efficiency", "sms", "rows", "splits")
 """Constants whose names end so are divided by, or are sizes; all others may be 0."""
 
 _UNITS = {"flops": ("FLOP/s", "OP/s"), "bandwidth": ("B/s",), "bytes": ("B",), "_s": ("s",)}
@@ -127,31 +155,28 @@ def load_device(name: str) -> Range:
 
 
 def constants_table(name: str) -> str:
-    """The constants of a device with their sources, as a table in Markdown.
-
-    Raises:
-        DeviceError: as ``load_device``.
-    """
+    """The constants of a device with their sources, as a table in Markdown."""
     devices, description = load_device(name), _description(name)
     is_report = "findings" in description
     constants = _description(REPORTED if is_report else name)["constants"]
     built_in = parse_device({"constants": constants}, name)
-    rows = [("constant", "value", "source"), ("---",) * 3]
-    for constant in CONSTANTS:
+    rows = []
+    for constant in _names(constants):
         _, unit, source = constants[constant]
-        if any(
-            getattr(device, constant) != getattr(old, constant) for device, old in zip(devices, built_in, strict=True)
-        ):
-            source = name
-        ends = dict.fromkeys(f"{getattr(device, constant):g}" for device in devices)
-        rows.append((constant, f"{' to '.join(ends)} {unit}".rstrip(), source))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        ends, old = ([getattr(device, constant) for device in each] for each in (devices, built_in))
+        value = " to ".join(dict.fromkeys(f"{end:g}" for end in ends))
+        rows.append((constant, f"{value} {unit}".rstrip(), source if ends == old else name))
+    return table(("constant", "value", "source"), rows)
 
 
 def _description(name: str) -> dict[str, Any]:
     built_in = read_json_object(FILE, DeviceError)
     if name in built_in:
         found: dict[str, Any] = built_in[name]
+        if like := found.get("like"):
+            common = built_in[like]["constants"].items()
+            inherited = {constant: [*value[:2], f"as of {like}: {value[2]}"] for constant, value in common}
+            found["constants"] = inherited | found["constants"]
         return found
     if not Path(name).exists():
         choices = ", ".join(built_in)
@@ -162,12 +187,8 @@ def _description(name: str) -> dict[str, Any]:
 
 
 def parse_device(description: dict[str, Any], source: str) -> Range:
-    """The device of a JSON object.
-
-    Args:
-        description: "constants": name -> [value, unit, source]; a value that is known within a range alone is [fastest,
-            slowest].
-        source: where it comes from, for messages.
+    """The device of a JSON object: "constants" by name as [value, unit, source]. A value that is known within a range
+    alone is [fastest, slowest]. Those of GPUs go together.
 
     Raises:
         DeviceError: a constant is missing, unknown, no number that makes sense, in another unit, or without a source.
@@ -175,11 +196,16 @@ def parse_device(description: dict[str, Any], source: str) -> Range:
     constants = description.get("constants")
     if not isinstance(constants, dict):
         raise DeviceError(f'{source}: has no object "constants", and is no report of the self-test')
-    for name in constants.keys() - set(CONSTANTS):
-        raise DeviceError(f"{source}: unknown constant {name!r}; choose from {', '.join(CONSTANTS)}")
-    values = {name: _values(constants, name, source) for name in CONSTANTS}
-    low, high = ({name: ends[end] for name, ends in values.items()} for end in range(2))
-    return Range(Device(**low, measured_sums=()), Device(**high, measured_sums=()))
+    known = (*CONSTANTS, *GPU_CONSTANTS)
+    for name in constants.keys() - set(known):
+        raise DeviceError(f"{source}: unknown constant {name!r}; choose from {', '.join(known)}")
+    values = {name: _values(constants, name, source) for name in _names(constants)}
+    return Range(*(Device(**{name: ends[end] for name, ends in values.items()}, measured_sums=()) for end in range(2)))
+
+
+def _names(constants: Mapping[str, Any]) -> tuple[str, ...]:
+    """The constants that a description must have."""
+    return (*CONSTANTS, *(GPU_CONSTANTS if constants.keys() & set(GPU_CONSTANTS) else ()))
 
 
 def _values(constants: dict[str, Any], name: str, source: str) -> tuple[float, float]:
@@ -189,7 +215,7 @@ def _values(constants: dict[str, Any], name: str, source: str) -> tuple[float, f
         raise DeviceError(f"{source}: {name} is {entry!r}, expected [value, unit, source]")
     value, unit, _ = entry
     ends = value if isinstance(value, list) and len(value) == 2 else [value, value]
-    must_be_positive = name.endswith(_POSITIVE)
+    must_be_positive = name.endswith(_POSITIVE) and name != "fp8_flops"
     for end in ends:
         is_number = isinstance(end, int | float) and not isinstance(end, bool)
         if not is_number or not 0 <= end < math.inf or (must_be_positive and end == 0):
@@ -205,10 +231,6 @@ def _values(constants: dict[str, Any], name: str, source: str) -> tuple[float, f
 
 def measured_device(report: Mapping[str, Any], source: str) -> Range:
     """The 910C with what the self-test has measured on one, as far as it has.
-
-    Args:
-        report: as ``scripts.selftest --json`` writes it.
-        source: where it comes from, for messages.
 
     Raises:
         DeviceError: the report is of another version of the self-test.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,14 +71,7 @@ def tokens_per_forward(known: Mapping[int, float], k: int) -> float:
 
 
 def plan(model: ModelConfig, devices: Range, work: Workload, tpf: float, dies: int | None = None) -> Plan:
-    """How fast a workload is.
-
-    Args:
-        model: the geometry.
-        devices: of each rank.
-        work: ``requests`` are those of all replicas together.
-        tpf: tokens per forward pass of each request.
-        dies: how many there are; None: one replica.
+    """How fast a workload is, whose ``requests`` are those of all replicas together; without ``dies`` there is one.
 
     Raises:
         ValueError: the workload does not fit the model, the dies or their memory.
@@ -107,29 +101,18 @@ def all_plans(
     """Every (tp, bp, k) that fits on the dies.
 
     Args:
-        model: the geometry.
-        devices: of each rank.
         work: ``tp``, ``bp`` and ``k`` are ignored.
         known_tpf: tokens per forward pass by k; no k outside these is tried.
-        dies: how many there are.
         given: "tp" and "bp" that all plans must have; those without one are searched.
     """
     given = given or {}
     for tp in model.tensor_parallel_sizes():
-        if tp != given.get("tp", tp):
-            continue
         for bp in range(1, dies // tp + 1):
-            if bp != given.get("bp", bp):
+            if (tp, bp) != (given.get("tp", tp), given.get("bp", bp)):
                 continue
-            for k in range(min(known_tpf), max(known_tpf) + 1):
-                candidate = replace(work, tp=tp, bp=bp, k=k)
-                leaves_ranks_idle = bp > k + 1
-                if leaves_ranks_idle:
-                    continue
-                try:
-                    yield plan(model, devices, candidate, tokens_per_forward(known_tpf, k), dies)
-                except ValueError:  # the memory of a die does not hold it
-                    continue
+            for k in range(max(min(known_tpf), bp - 1), max(known_tpf) + 1):  # with a smaller k ranks are idle
+                with suppress(ValueError):  # the memory of a die does not hold it
+                    yield plan(model, devices, replace(work, tp=tp, bp=bp, k=k), tokens_per_forward(known_tpf, k), dies)
 
 
 def best_plan(
@@ -140,10 +123,8 @@ def best_plan(
     dies: int,
     given: Mapping[str, int] | None = None,
 ) -> Plan:
-    """The plan with most tokens/s in the middle of the range; of equal ones that with fewest dies and branches.
-
-    Args:
-        given: see ``all_plans``, as the rest.
+    """The plan with most tokens/s in the middle of the range; of equal ones that with fewest dies and branches. For
+    the arguments see ``all_plans``.
 
     Raises:
         ValueError: nothing fits.
@@ -159,8 +140,4 @@ def best_plan(
             "bp is at most k + 1"
         )
 
-    def rank(candidate: Plan) -> tuple[float, int, int]:
-        used = candidate.replicas * candidate.work.tp * candidate.work.bp
-        return candidate.middle, -used, -candidate.work.k
-
-    return max(plans, key=rank)
+    return max(plans, key=lambda found: (found.middle, -found.replicas * found.work.tp * found.work.bp, -found.work.k))

@@ -8,6 +8,7 @@ from typing import Any
 
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.families import FAMILIES
+from scripts.bench.plan import gpu
 from scripts.bench.plan.devices import Device, Range
 from scripts.bench.plan.tasks import Task, Workload, step_tasks
 
@@ -62,11 +63,6 @@ TERMS = {
 def predict(model: ModelConfig, devices: Range, work: Workload) -> dict[str, Step]:
     """The time of one step, at both ends of its range.
 
-    Args:
-        model: the geometry.
-        devices: of each rank.
-        work: what a group of ranks decodes.
-
     Raises:
         ValueError: the model cannot be split over ``tp`` ranks, or the precision is unknown.
     """
@@ -76,7 +72,7 @@ def predict(model: ModelConfig, devices: Range, work: Workload) -> dict[str, Ste
 def predict_on(model: ModelConfig, device: Device, work: Workload) -> Step:
     """The time of one step on a device; see ``predict``."""
     shares = dict.fromkeys((*TERMS.values(), "gaps"), 0.0)
-    for task in step_tasks(model, work):
+    for task in step_tasks(model, work, on_gpu=device.sms > 0):
         shares[TERMS[task.kind]] += task.times * seconds(task, device, work)
         shares["gaps"] += task.times * device.gap_s
     on_device, largest = sum(shares.values()), max(shares, key=shares.__getitem__)
@@ -118,11 +114,8 @@ def lengths_written(tpf: float, block: int) -> float:
 
     They change where a block is opened and where one is committed: in at most 2 tpf / block of the steps, and in fewer
     as both may fall into one. This is the share if they do so by chance; the golden traces of the published code have
-    up to 0.14 less (tests/unit/test_planner.py).
-
-    Args:
-        tpf: tokens per forward pass of the sequence.
-        block: its positions; 1: each step has other lengths, as in autoregressive decoding.
+    up to 0.14 less (tests/unit/test_planner.py). With blocks of 1 each step has other lengths, as in autoregressive
+    decoding.
     """
     return 1 - (1 - min(1.0, tpf / block)) ** 2
 
@@ -137,13 +130,30 @@ def seconds(task: Task, device: Device, work: Workload) -> float:
     if TERMS[task.kind] == "collectives":
         ranks = work.bp if task.kind == "exchange" else work.tp
         return collective_seconds(device, ranks, task.bytes, task.kind) + device.collective_events_s
-    memory = task.bytes / device.reachable_bandwidth
+    memory, precision = task.bytes / device.reachable_bandwidth, precision_of(task, work)
     if task.kind == "small":
+        memory *= device.memory_efficiency / device.row_efficiency if device.sms else 1
         return memory + device.vector_kernel_s
-    narrow = task.kind == "product"
-    peak = device.peak_flops(work.precision if narrow or work.precision == "fp32" else "bf16")
+    if device.sms and task.shape:
+        arithmetic = gpu.seconds(task, device, precision)
+    else:
+        arithmetic = task.flops / (device.peak_flops(precision) * device.compute_efficiency)
     fixed = device.attention_kernel_s if task.kind == "attention" else device.matrix_kernel_s
-    return max(memory, task.flops / (peak * device.compute_efficiency)) + fixed
+    return max(memory, arithmetic) + fixed
+
+
+def precision_of(task: Task, work: Workload) -> str:
+    """The number format in which a task computes."""
+    return work.precision if task.kind == "product" or work.precision == "fp32" else "bf16"
+
+
+def floor(model: ModelConfig, device: Device, work: Workload) -> float:
+    """The least seconds of a step by the data sheet: each task the longer of memory and arithmetic at their peaks."""
+    tasks = (task for task in step_tasks(model, work, on_gpu=device.sms > 0) if TERMS[task.kind] != "collectives")
+    return sum(
+        task.times * max(task.bytes / device.memory_bandwidth, task.flops / device.peak_flops(precision_of(task, work)))
+        for task in tasks
+    )
 
 
 def collective_seconds(device: Device, ranks: int, num_bytes: float, kind: str) -> float:

@@ -1,12 +1,14 @@
 """What one rank computes in a decoding step, task by task: counts, bytes and FLOPs of a compiled step.
 
-Tests hold the list to the tasks that npugraph_ex captures of Dream-7B (tests/data/captured_tasks.json). Compiled steps
-compute every row whole, so positions that branches share count once for each row. Left out: padding to buckets,
-prompts, and rounds without branches.
+Tests hold the list of an NPU to the tasks that npugraph_ex captures of Dream-7B (tests/data/captured_tasks.json), and
+that of a GPU to the kernels of a captured step. Compiled steps compute every row whole, so positions that branches
+share count once for each row, unless ``computed`` leaves them out. Left out: padding to buckets, prompts, and rounds
+without branches.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,14 +16,18 @@ from typing import NamedTuple
 from lopa_ascend.config import ExpertsConfig, ModelConfig
 from lopa_ascend.families import FAMILIES
 
-PRECISIONS = ("bf16", "w8a8", "fp32")
-"""Number formats of the linear layers' weights. Embedding, head, keys and values are bf16 with "w8a8"."""
+PRECISIONS = ("bf16", "w8a8", "fp8", "fp32")
+"""Number formats of the linear layers' weights. Embedding, head, keys and values are bf16 with "w8a8" and "fp8"."""
+NARROW = ("w8a8", "fp8")
+"""Formats of one byte, with a float32 scale for each output channel."""
 EXCHANGED = 8
 """Bytes of a position that branch-parallel groups exchange: token and probability."""
 MERGED = 16
 """Bytes of a position that a tensor-parallel rank tells of its shard: best token, its logit and share, the total."""
 OTHER_TASKS = 110
 """Small tasks of a step outside its layers, beside those that move logits: embedding, policy, states."""
+GPU_OTHER_TASKS = 99
+"""The same on a GPU, where one kernel reads the logits."""
 LOGIT_PASSES = {"cast": 6, "mask": 8, "maximum": 4, "softmax": 8}
 """Bytes of each logit that is read or written, by task: from the model's dtype, and then as float32."""
 SPLIT_TASKS = 3
@@ -46,6 +52,11 @@ class Workload:
     """Tokens per forward pass of each request."""
     block: int = 32
     """Positions that are committed together."""
+    computed: float = 1.0
+    """Share of the rows' blocks that the step computes: those of a lookahead that lie before its own cell equal the
+    anchor's."""
+    predicted: float = 1.0
+    """Share of the computed positions that go through the output head."""
 
     @property
     def rows(self) -> int:
@@ -55,7 +66,12 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Positions that the busiest rank computes."""
-        return self.rows * self.window
+        return math.ceil(self.rows * self.window * self.computed)
+
+    @property
+    def head_tokens(self) -> int:
+        """Those of them whose logits it computes."""
+        return math.ceil(self.tokens * self.predicted)
 
 
 class Task(NamedTuple):
@@ -68,6 +84,9 @@ class Task(NamedTuple):
     """That it moves from and to memory; of a collective those of its result."""
     flops: float = 0
     times: int = 1
+    shape: tuple[int, ...] = ()
+    """Of a product: tokens, outputs and inputs. Of an attention: rows that share keys, such groups of rows, keys, and
+    the size of a head."""
 
 
 def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
@@ -103,10 +122,9 @@ def _layers(model: ModelConfig) -> tuple[tuple[int, int, ExpertsConfig | None], 
 def weight_bytes(model: ModelConfig, precision: str, tp: int = 1) -> tuple[int, int]:
     """Bytes of linear layers and of the head on a rank. A step reads them all, of experts those that its tokens take.
 
-    W8A8 also has a float32 scale for each output channel; the head stays bf16, and routers are float32. The embedding's
-    rows are left out.
+    The head of a model in a narrow format stays bf16, and routers are float32. The embedding's rows are left out.
     """
-    size, scale = {"bf16": (2, 0), "w8a8": (1, 4), "fp32": (4, 0)}[precision]
+    size, scale = (1, 4) if precision in NARROW else (element_bytes(precision), 0)
     layers = 0
     for count, width, experts in _layers(model):
         each = sum(outputs * (inputs * size + scale) for outputs, inputs in _products(model, tp, width))
@@ -149,8 +167,8 @@ def memory_bytes(model: ModelConfig, work: Workload) -> int:
     return layers + head + held + cached * kv_bytes_per_position(model, work.precision, work.tp)
 
 
-def step_tasks(model: ModelConfig, work: Workload) -> Iterator[Task]:
-    """The tasks of a step.
+def step_tasks(model: ModelConfig, work: Workload, *, on_gpu: bool = False) -> Iterator[Task]:
+    """The tasks of a step, on an NPU or on a GPU.
 
     Raises:
         ValueError: the model cannot be split over ``tp`` ranks, or the precision is unknown.
@@ -161,17 +179,20 @@ def step_tasks(model: ModelConfig, work: Workload) -> Iterator[Task]:
     if work.precision not in PRECISIONS:
         raise ValueError(f"unknown precision {work.precision!r}; choose one of {', '.join(PRECISIONS)}")
     for count, width, experts in _layers(model):
-        of_layer = [*_layer_tasks(model, work, width), *(_expert_tasks(model, work, experts) if experts else ())]
+        of_layer = [
+            *_layer_tasks(model, work, width, on_gpu),
+            *(_expert_tasks(model, work, experts) if experts else ()),
+        ]
         for task in of_layer:
             yield task._replace(times=task.times * count)
-    yield from _other_tasks(model, work)
+    yield from _other_tasks(model, work, on_gpu)
 
 
 def _expert_tasks(model: ModelConfig, work: Workload, experts: ExpertsConfig) -> Iterator[Task]:
     """What a mixture of experts adds to a layer. All experts are equally likely, so that n tokens take
     E (1 - (1 - taken / E) ** n) of them; a step of one request reads fewer, as its tokens are alike."""
     size, tokens, hidden = element_bytes(work.precision), work.tokens, model.hidden_size
-    weight_size, scale = (1, 4) if work.precision == "w8a8" else (size, 0)
+    weight_size, scale = (1, 4) if work.precision in NARROW else (size, 0)
     number, pairs = experts.num_experts, tokens * experts.per_token
     taken = number * (1 - (1 - experts.per_token / number) ** tokens)
     yield Task("product", 4 * (number * hidden + tokens * (hidden + number)), 2 * tokens * number * hidden)  # router
@@ -189,18 +210,21 @@ def _expert_tasks(model: ModelConfig, work: Workload, experts: ExpertsConfig) ->
         yield Task("small", tokens * moved)
 
 
-def _layer_tasks(model: ModelConfig, work: Workload, width: int) -> Iterator[Task]:
+def _layer_tasks(model: ModelConfig, work: Workload, width: int, on_gpu: bool) -> Iterator[Task]:
     size, tokens = element_bytes(work.precision), work.tokens
-    int8 = work.precision == "w8a8"
-    weight_size = 1 if int8 else size
+    is_narrow = work.precision in NARROW
+    weight_size = 1 if is_narrow else size
     for outputs, inputs in _products(model, work.tp, width):
-        scales = 4 * outputs if int8 else 0
+        scales = 4 * outputs if is_narrow else 0
         moved = outputs * inputs * weight_size + scales + tokens * (inputs * weight_size + outputs * size)
-        yield Task("product", moved, 2 * tokens * outputs * inputs)
+        yield Task("product", moved, 2 * tokens * outputs * inputs, shape=(tokens, outputs, inputs))
     heads, kv = model.local_heads(work.tp) * model.head_dim, model.local_kv_heads(work.tp) * model.head_dim
     seen = work.context + work.window
     keys = work.rows * seen * 2 * kv * size
-    yield Task("attention", 2 * tokens * heads * size + keys, 4 * tokens * seen * heads)
+    queries, kv_heads = min(work.block, work.window), model.local_kv_heads(work.tp)
+    groups = -(-tokens // queries) * kv_heads
+    shape = (queries * model.local_heads(work.tp) // kv_heads, groups, seen, model.head_dim)
+    yield Task("attention", 2 * tokens * heads * size + keys, 4 * tokens * seen * heads, shape=shape)
     vectors = {
         "norms": (2, 8 * model.hidden_size),  # each reads a sum and its addend, and writes the norm and the sum
         "swiglu": (1, 3 * width // work.tp),
@@ -210,24 +234,27 @@ def _layer_tasks(model: ModelConfig, work: Workload, width: int) -> Iterator[Tas
     }
     if family := FAMILIES.get(model.model_type):
         normed = [row for row in family.table.layer if row.ours in ("q_norm.weight", "k_norm.weight")]
-        vectors["norms of q and k"] = (len(normed), 2 * (heads + kv))
+        vectors["norms of q and k"] = (min(len(normed), 1) if on_gpu else len(normed), 2 * (heads + kv))
+    if on_gpu:  # cosines and sines are half as many there, and kernels read q, k and v where their product wrote them
+        vectors |= {"rope": (1, 3 * (heads + 2 * kv)), "split": (0, 0)}
     for count, elements in filter(all, vectors.values()):
         yield Task("small", tokens * elements * size / count, times=count)
-    if int8:  # norms and SwiGLU have forms that quantise; the input of the output projection needs a kernel
+    if is_narrow:  # norms and SwiGLU have forms that quantise; the input of the output projection needs a kernel
         yield Task("small", tokens * heads * (size + 1))
     if work.tp > 1:
         yield Task("sum", all_reduce_bytes(model, work), times=2)
 
 
-def _other_tasks(model: ModelConfig, work: Workload) -> Iterator[Task]:
+def _other_tasks(model: ModelConfig, work: Workload, on_gpu: bool) -> Iterator[Task]:
     tokens, size, shard = work.tokens, element_bytes(work.precision), model.vocab_shard(work.tp)
-    parameters = head_parameters(model, work.tp)
-    moved = parameters * size + tokens * (model.hidden_size + shard) * size
-    yield Task("head", moved, 2 * tokens * parameters)
-    for per_logit in LOGIT_PASSES.values():
-        yield Task("small", tokens * shard * per_logit)
+    parameters, predicted = head_parameters(model, work.tp), work.head_tokens
+    moved = parameters * size + predicted * (model.hidden_size + shard) * size
+    yield Task("head", moved, 2 * predicted * parameters, shape=(predicted, shard, model.hidden_size))
+    for per_logit in (size,) if on_gpu else LOGIT_PASSES.values():
+        yield Task("small", predicted * shard * per_logit)
     # The embedding, the hidden states that predict and those that are kept are each read and written.
-    yield Task("small", 10 * tokens * model.hidden_size * size / OTHER_TASKS, times=OTHER_TASKS)
+    others = GPU_OTHER_TASKS if on_gpu else OTHER_TASKS
+    yield Task("small", 10 * tokens * model.hidden_size * size / others, times=others)
     if work.tp > 1:
         yield Task("merge", MERGED * work.tp * tokens)
     if work.bp > 1:

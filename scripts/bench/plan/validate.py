@@ -14,8 +14,8 @@ others, and of graphs on an NPU, says what it does besides, one after the other:
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ GROUP_SIZE = 6
 """
 Key = tuple[str, str]
 """Model and task."""
+Figures = Mapping[tuple[str, str, int], float]
+"""By model, task and number of the setting."""
 
 
 def read_paper() -> dict[str, Any]:
@@ -51,28 +53,22 @@ def validate() -> list[dict[str, Any]]:
     ``predicted`` is the geometric mean of tokens/s at both ends of the range: ``fastest`` and ``slowest``.
     """
     paper = read_paper()
-    published = _published(paper)
-    known = {(row["model"], row["task"], _number(row["setting"])): row["tpf"] for row in paper["tokens_per_forward"]}
-    rows = []
+    published, known, rows = _by_row(paper["rows"], "avg_tps"), _by_row(paper["tokens_per_forward"], "tpf"), []
     for row in paper["rows"]:
         number, key = _number(row["setting"]), (row["model"], row["task"])
         setting = paper["settings"][_group(paper["settings"], number)]
         tpf, source = _tokens_per_forward(key, number, published, known)
         steps = predict(load_model("Dream-7B"), load_device(setting["device"]), _workload(setting, tpf))
-        fastest, slowest = (tpf / steps[end].step for end in ENDS)
-        middle = (fastest * slowest) ** 0.5
+        speeds = {"fastest": tpf / steps["low"].step, "slowest": tpf / steps["high"].step}
+        middle = math.prod(speeds.values()) ** 0.5
         rows.append(
             {
-                "setting": row["setting"],
-                "model": row["model"],
-                "task": row["task"],
+                **{name: row[name] for name in ("setting", "model", "task")},
                 "predicted": round(middle, 2),
                 "published": row["avg_tps"],
                 "predicted_over_published": round(middle / row["avg_tps"], 4),
-                "predicted_fastest": round(fastest, 2),
-                "predicted_slowest": round(slowest, 2),
-                "fastest_over_published": round(fastest / row["avg_tps"], 4),
-                "slowest_over_published": round(slowest / row["avg_tps"], 4),
+                **{f"predicted_{end}": round(speed, 2) for end, speed in speeds.items()},
+                **{f"{end}_over_published": round(speed / row["avg_tps"], 4) for end, speed in speeds.items()},
                 "platform": setting["platform"],
                 "step_ms_fastest": round(1000 * steps["low"].step, 3),
                 "step_ms_slowest": round(1000 * steps["high"].step, 3),
@@ -99,8 +95,9 @@ def published_engine() -> list[dict[str, Any]]:
       passes.
     """
     paper = read_paper()
+    published = _by_row(paper["rows"], "avg_tps")
     tokens = {
-        (row["model"], row["task"]): row["latency_s"] * _published(paper)[row["model"], row["task"], 18]
+        (row["model"], row["task"]): row["latency_s"] * published[row["model"], row["task"], 18]
         for row in paper["tokens_per_forward"]
         if row["setting"] == "S18"
     }
@@ -134,46 +131,24 @@ def published_engine() -> list[dict[str, Any]]:
 
 def _workload(setting: Mapping[str, Any], tpf: float) -> Workload:
     """That of a group of settings: one request, one branch on each group of ranks."""
-    return Workload(
-        precision=setting["precision"],
-        tp=setting["tp"],
-        bp=setting["bp"],
-        k=setting["bp"] - 1,
-        window=WINDOW,
-        context=CONTEXT,
-        tpf=tpf,
-    )
+    sizes = {name: setting[name] for name in ("precision", "tp", "bp")}
+    return Workload(**sizes, k=setting["bp"] - 1, window=WINDOW, context=CONTEXT, tpf=tpf)
 
 
-def _published(paper: Mapping[str, Any]) -> dict[tuple[str, str, int], float]:
-    """Tokens/s by model, task and setting."""
-    return {(row["model"], row["task"], _number(row["setting"])): row["avg_tps"] for row in paper["rows"]}
+def _by_row(rows: Iterable[Mapping[str, Any]], column: str) -> Figures:
+    return {(row["model"], row["task"], _number(row["setting"])): row[column] for row in rows}
 
 
-def _tokens_per_forward(
-    key: Key,
-    number: int,
-    published: Mapping[tuple[str, str, int], float],
-    known: Mapping[tuple[str, str, int], float],
-) -> tuple[float, str]:
-    """A row's TPF and where it comes from.
-
-    Args:
-        key: model and task.
-        number: of the setting.
-        published: tokens/s by model, task and setting.
-        known: TPF likewise.
-    """
+def _tokens_per_forward(key: Key, number: int, published: Figures, known: Figures) -> tuple[float, str]:
+    """The TPF of a setting's row and where it comes from, by tokens/s and TPF of the paper."""
     if (*key, number) in known:
         return known[(*key, number)], "Table 3"
     anchor = 12 if 7 <= number <= 12 else 18
     other_platform = range(1, 7) if number >= 13 else range(13, 19)
     same_thresholds, lowest_thresholds = other_platform[(number - 1) % GROUP_SIZE], other_platform[-1]
     ratio = published[(*key, same_thresholds)] / published[(*key, lowest_thresholds)]
-    if same_thresholds == lowest_thresholds:
-        factor = ""
-    else:
-        factor = f" x tokens/s of S{same_thresholds} / S{lowest_thresholds}"
+    is_same = same_thresholds == lowest_thresholds
+    factor = "" if is_same else f" x tokens/s of S{same_thresholds} / S{lowest_thresholds}"
     return known[(*key, anchor)] * ratio, f"estimated: TPF of S{anchor}{factor}"
 
 
@@ -183,8 +158,5 @@ def _number(setting: str) -> int:
 
 def _group(settings: Mapping[str, Any], number: int) -> str:
     """The name of the group, such as "S1-S6", that has a setting."""
-    for name in settings:
-        first, last = map(int, re.findall(r"\d+", name))
-        if first <= number <= last:
-            return name
-    raise AssertionError(f"{FILE.name} has no settings for S{number}")
+    spans = {name: [_number(end) for end in name.split("-")] for name in settings}
+    return next(name for name, (first, last) in spans.items() if first <= number <= last)

@@ -1,11 +1,14 @@
-"""Stand-ins for engines, which answer at an engine's pace and compute nothing: how much can the rest of a server do?
+"""Applications on Ray Serve to compare the server's own with: `serve run` builds them.
 
-`serve run` builds the server's own application with `build`; only the engine's end of each link is another one.
+Stand-ins for engines answer at an engine's pace and compute nothing: how much can the rest of a server do? Only the
+engine's end of each link is another one. The other application has the server's engines, and a router that takes each
+in its turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,18 +18,21 @@ from unittest.mock import patch
 import zmq
 import zmq.asyncio
 from ray import serve
+from ray.serve.request_router import PendingRequest, RunningReplica
 
 from lopa_ascend.admission import Limits
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.core import Request
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.commands import Abort
+from lopa_ascend.serve.cli import config_of
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.link.messages import FromEngine, Ready, Stepped, ToEngine
 from lopa_ascend.serve.link.spawn import EngineProcess
 from lopa_ascend.serve.replicas import app, replica
 from lopa_ascend.serve.replicas.placement import ReplicaPlacement
 from lopa_ascend.serve.replicas.replica import Replica
+from lopa_ascend.serve.replicas.router import FewestTokens
 from lopa_ascend.types import EngineStats, TokenRun, Update
 
 STEP, TOKENS = 0.036, 10
@@ -123,7 +129,28 @@ class StandIn(Replica):
             await super().__init__(config, placement)
 
 
-def build(args: Mapping[str, Any]) -> serve.Application:
+class RoundRobin(FewestTokens):
+    """Each replica in its turn. What replicas report comes through the router all the same."""
+
+    def initialize_state(self, prefixes: bool = False) -> None:
+        super().initialize_state(prefixes)
+        self._turns = itertools.count()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if not candidate_replicas:
+            return []
+        first = next(self._turns) % len(candidate_replicas)
+        return [[replica] for replica in candidate_replicas[first:] + candidate_replicas[:first]]
+
+
+def round_robin(args: Mapping[str, Any]) -> serve.Application:
+    """The application of ``app.build`` with this router."""
+    return app.application([config_of(dict(args), "bench")], RoundRobin)
+
+
+def stand_ins(args: Mapping[str, Any]) -> serve.Application:
     """The application of ``app.build`` with stand-ins for its replicas."""
     with patch.object(app, "Replica", StandIn):
         return app.build(args)

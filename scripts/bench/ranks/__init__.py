@@ -1,1 +1,0 @@
-"""What several ranks send each other, and how the work of a decode divides among them."""

@@ -1,0 +1,14 @@
+"""Tables in Markdown, which the commands print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def table(columns: Sequence[object], rows: Iterable[Iterable[object]] = ()) -> str:
+    """A table, or its first two lines, to which ``row`` adds."""
+    return "\n".join([row(columns), "|---" * len(columns) + "|", *map(row, rows)])
+
+
+def row(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
