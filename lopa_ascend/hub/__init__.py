@@ -20,8 +20,6 @@ _CACHED = "models--"
 
 
 class Name(NamedTuple):
-    """What a setting names on the hub."""
-
     param: str
     """The setting: "model" or "lora"."""
     repository: str
@@ -31,8 +29,8 @@ class Name(NamedTuple):
 
 
 def on_this_machine(config: EngineConfig) -> EngineConfig:
-    """The configuration with directories of this machine in place of names on the hub, ORG/NAME or ORG/NAME@REVISION.
-    What is not here yet is downloaded, if it fits into memory and onto the disk. A path that exists is no name.
+    """Replaces names on the hub, ORG/NAME or ORG/NAME@REVISION, by directories of this machine. Downloads what is
+    missing, if it fits into memory and onto the disk. A path that exists is no name.
 
     Raises:
         ParameterError: the hub cannot be reached or has no such repository, the model is of no known family, or it does
@@ -53,11 +51,8 @@ def on_this_machine(config: EngineConfig) -> EngineConfig:
 
 
 def directory_of(text: str, param: str = "model", *, with_weights: bool = True) -> Path:
-    """The directory that a path or a name on the hub means, for tools that do not load a model for decoding.
-
-    Args:
-        param: the setting that messages name: "model" or "lora".
-        with_weights: False: a model's JSON files are enough.
+    """The directory that a path or a name on the hub means, for tools that do not decode with it. ``param`` is the
+    setting that messages name, "model" or "lora"; without ``with_weights`` a model's JSON files are enough.
 
     Raises:
         ParameterError: as ``on_this_machine``; whether the model fits is not looked at.
