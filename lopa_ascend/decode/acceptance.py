@@ -35,8 +35,6 @@ ACCEPTANCES = ("threshold", "factor", "entropy", "sequential")
 
 @dataclass(frozen=True, kw_only=True)
 class BlockParams:
-    """Parameters of decodings that fill blocks."""
-
     confidence: str = research(
         "max_prob",
         Choice(CONFIDENCES),
@@ -111,7 +109,6 @@ def to_the_last(rule: Rule) -> Rule:
 
 
 def entropy(params: DecodingParams) -> Rule:
-    """The confidences are negative entropies."""
     least = float32(-params.max_entropy)
     return lambda predictions: [fill for fill in predictions if fill.confidence >= least]
 
@@ -131,12 +128,8 @@ def acceptance_rule(params: DecodingParams) -> Rule:
 def filled_in(
     predictions: Sequence[Fill], accepted: list[Fill], least: int = 0, first: int | None = None
 ) -> tuple[list[Fill], int]:
-    """What a pass fills in a block, and how many of these fills no rule accepted.
-
-    Args:
-        least: if the rule accepts fewer, the most confident predictions are filled instead.
-        first: filled in any case if it is the block's first masked position.
-    """
+    """What a pass fills in a block, and how much of it no rule accepted. If fewer than ``least`` are ``accepted``, the
+    most confident predictions are filled; ``first`` is filled in any case if it is the block's first mask."""
     if first is not None and predictions and predictions[0].position == first:
         forced, *others = predictions
         rest = [fill for fill in accepted if fill is not forced]

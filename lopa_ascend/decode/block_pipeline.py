@@ -21,8 +21,6 @@ WINDOW_ATTENTIONS = ("block_causal", "full", "causal")
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineParams(BlockParams):
-    """Parameters of decodings whose window of blocks moves over the canvas."""
-
     window_attention: str = research(
         "block_causal",
         Choice(WINDOW_ATTENTIONS),

@@ -79,7 +79,6 @@ class Branch:
 
     @property
     def lookahead(self) -> Fill | None:
-        """The first of ``own_fills``; None for the anchor."""
         return self.own_fills[0] if self.own_fills else None
 
     @property
@@ -97,7 +96,6 @@ class Branch:
         return [block for block in self.blocks if block.state is BlockState.ACTIVE]
 
     def masked_positions(self, mask: int) -> list[int]:
-        """Absolute positions, ascending."""
         return [position for block in self.blocks if block.masks for position in self.masked_in(block, mask)]
 
     def masked_in(self, block: Block, mask: int) -> list[int]:
@@ -141,7 +139,6 @@ class Branch:
         return replace(self, blocks=tuple(blocks))
 
     def as_lookahead(self, fills: Sequence[Fill], ends: Set[int]) -> Branch:
-        """The lookahead branch with these tokens beside the anchor's."""
         return replace(self.fill(fills, ends), own_fills=tuple(fills))
 
     def as_anchor(self) -> Branch:
@@ -186,7 +183,6 @@ class Branch:
         )
 
     def open_given(self, tokens: Sequence[int]) -> Branch:
-        """With another block, which holds given tokens."""
         end = self.end + len(tokens)
         return replace(
             self,

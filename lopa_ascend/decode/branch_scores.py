@@ -59,11 +59,9 @@ def fixed_point(confidence: float) -> int:
 
 
 def branch_score(confidences: Sequence[float], params: ScoreParams) -> tuple[int, int]:
-    """(sum of the fixed-point confidences, how many they are), from the confidences of masked positions in order.
-
-    "mean" takes all n. "tail" takes the max(1, floor(n * tail_fraction)) lowest. "window" takes the ``score_window``
-    consecutive ones with the lowest mean, or all if there are fewer. A branch without masks scores 1.0.
-    """
+    """(sum of the fixed-point confidences, how many they are), from the masked positions' confidences in order: "mean"
+    takes all n, "tail" the max(1, floor(n * tail_fraction)) lowest, "window" the ``score_window`` consecutive ones with
+    the lowest mean, or all if there are fewer. A branch without masks scores 1.0."""
     values = [fixed_point(c) for c in confidences]
     if not values:
         return SCALE, 1

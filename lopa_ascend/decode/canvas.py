@@ -1,8 +1,6 @@
-"""Decoding on a whole canvas: all generated positions are there from the beginning, and attend to one another.
-
-Every later fill changes what the others see, so no keys and values are final before the last token is filled. These
-strategies commit nothing: a pass computes prompt and canvas again.
-"""
+"""Decoding on a whole canvas: all generated positions are there from the beginning, and attend to one another. Every
+later fill changes what the others see, so no keys and values are final before the last token is filled: these
+strategies commit nothing, and a pass computes prompt and canvas again."""
 
 from __future__ import annotations
 
@@ -22,11 +20,9 @@ from lopa_ascend.types import Fill, ModelProperties, RowPlan, SequencePlan
 
 
 class Canvas(Strategy):
-    """One sequence on a whole canvas of blocks of masks.
-
-    It may be a text with gaps (``gaps``: their places among the generated positions). A gap has blocks of its own, and
-    given text is a block without masks. A token that ends the answer ends its gap, and is repeated to the gap's end.
-    """
+    """One sequence on a whole canvas of blocks of masks. It may be a text with gaps (``gaps``: their places among the
+    generated positions). A gap has blocks of its own, and given text is a block without masks. A token that ends the
+    answer ends its gap, and is repeated to the gap's end."""
 
     fills_gaps = True
     only: ClassVar[Only] = {"window_attention": ("full",)}
@@ -80,11 +76,9 @@ class Canvas(Strategy):
         """What the next pass computes of a branch."""
 
     def _whole_row(self, branch: Branch, masked: Sequence[int]) -> RowPlan:
-        """Computes prompt and canvas, and predicts the positions ``masked``."""
         return RowPlan(0, (*self.prompt, *branch.tokens), 0, (branch.end,), tuple(masked))
 
     def finish_pass(self, branch: Branch) -> Branch:
-        """Ends gaps behind a token that ends the answer."""
         return self._ended(branch) if self._ends_early and branch.eos else branch
 
     def _ended(self, branch: Branch) -> Branch:
@@ -100,7 +94,6 @@ class Canvas(Strategy):
         return replace(branch, tokens=tuple(tokens), blocks=(prompt, *ended))
 
     def _end_in(self, tokens: Sequence[int], gap: range) -> int | None:
-        """The place of the first token in a gap that ends the answer."""
         return next((place for place in gap if tokens[place] in self.ends), None)
 
     # ---- what is final: of a text with gaps what is in them ----------------------------------------------------------
@@ -208,7 +201,6 @@ class Parallel(Canvas):
         return filled, fallbacks + num_late
 
     def _num_wanted(self, block: Block) -> int:
-        """How many positions of the first block the next pass must fill."""
         steps = self.own.denoising_steps
         if steps is None:
             return 1

@@ -18,8 +18,6 @@ from lopa_ascend.types import BranchRecord, ModelProperties, RowPlan, RowResult,
 
 
 class CausalBlocks(FastDllmV2):
-    """One sequence, block after block, each filled by sub-blocks."""
-
     description = "block after block, each committed by a causal pass, for causal models"
     base = "causal_blocks"
     gives_ahead = True  # as Nemotron's code gives the end of its thoughts
@@ -66,8 +64,6 @@ class CausalBlocks(FastDllmV2):
 
 
 class Autoregressive(CausalBlocks):
-    """One sequence, a token a pass."""
-
     description = "one token a pass, as an autoregressive model, for causal models"
     base = "ar"
     fills_one = True

@@ -47,11 +47,9 @@ class Matcher(Protocol):
 
 
 class Constraint:
-    """The grammar of one request, asked about beginnings of any branch. Its methods may raise GrammarError.
-
-    ``matcher`` is at the beginning of the answer. ``ends`` are token ids that end the answer, the usual one first; they
-    are allowed exactly where the text may end.
-    """
+    """The grammar of one request, asked about beginnings of any branch. Its methods may raise GrammarError. ``matcher``
+    is at the beginning of the answer. ``ends`` are token ids that end the answer, the usual one first; they are allowed
+    exactly where the text may end."""
 
     def __init__(self, matcher: Matcher, ends: Sequence[int]):
         self._matcher = matcher

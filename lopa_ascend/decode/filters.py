@@ -1,7 +1,5 @@
-"""What a request keeps out of its answer beside its grammar: one filter for each thing.
-
-A further filter is one class, and a line in ``filters_for``. Under a grammar they give way if it allows nothing else.
-"""
+"""What a request keeps out of its answer beside its grammar: one filter for each thing. A further filter is one class,
+and a line in ``filters_for``. Under a grammar they give way if it allows nothing else."""
 
 from __future__ import annotations
 

@@ -160,7 +160,6 @@ class GrammarFollower(NoGrammar):
         ]
 
     def _beginning(self, branch: Branch) -> tuple[int, ...]:
-        """The generated tokens up to the first mask."""
         return branch.tokens[: branch.tokens.index(self._mask)] if branch.masks else branch.tokens
 
     def changes(self, anchor: Branch, own_fills: Sequence[Fill], fills: list[Fill], after: Branch) -> Changes:

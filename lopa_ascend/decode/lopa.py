@@ -134,12 +134,9 @@ class LopaFastDllmParams(LookaheadParams, FastDllmParams):
 
 
 class LopaFastDllm(Lookaheads, FastDllm):
-    """LoPA over Fast-dLLM.
-
-    A block's first pass computes the anchor alone, and leaves its keys and values in every slot. Later passes' branches
-    read them there: stale by design, they are the same for all branches. A lookahead branch never fills a block's last
-    mask, because the next block needs a first pass.
-    """
+    """LoPA over Fast-dLLM. A block's first pass computes the anchor alone, and leaves its keys and values in every
+    slot. Later passes' branches read them there: stale by design, they are the same for all branches. A lookahead
+    branch never fills a block's last mask, because the next block needs a first pass."""
 
     parameters = LopaFastDllmParams
     own: LopaFastDllmParams
@@ -168,11 +165,8 @@ class LopaFastDllmV2Params(LookaheadParams, FastDllmV2Params):
 
 
 class LopaFastDllmV2(Lookaheads, FastDllmV2):
-    """LoPA over Fast-dLLM v2.
-
-    Lookahead branches fill positions of the anchor's sub-block. One that fills its last mask predicts, and is scored
-    by, the next sub-block; if the block had no other mask, the first position of the next block.
-    """
+    """LoPA over Fast-dLLM v2. Lookahead branches fill positions of the anchor's sub-block. One that fills its last mask
+    predicts, and is scored by, the next sub-block; if the block had no other mask, the next block's first position."""
 
     parameters = LopaFastDllmV2Params
     own: LopaFastDllmV2Params
@@ -204,8 +198,7 @@ class LopaParallelParams(LookaheadParams, ParallelParams):
 
 
 class LopaParallel(Lookaheads, Parallel):
-    """LoPA over parallel decoding. Every branch computes prompt and canvas. It predicts, and is scored by, the first
-    block in which it has masks."""
+    """LoPA over parallel decoding. Every branch predicts, and is scored by, the first block in which it has masks."""
 
     parameters = LopaParallelParams
     own: LopaParallelParams

@@ -9,8 +9,7 @@ from lopa_ascend.types import ModelProperties
 
 
 def wanted(properties: ModelProperties, number: int, steps: int, length: int, masks: int) -> int:
-    """Positions that pass ``number``, from 0, over a block fills at least. ``steps``: passes in which the block is
-    filled at the latest; ``length``: of a block; ``masks``: that it began with."""
+    """How many positions pass ``number``, from 0, fills at least in a block that began with ``masks``."""
     if properties.schedule == "linear":
         plan = linear(masks, steps)
         return plan[number] if number < len(plan) else 1

@@ -41,8 +41,6 @@ position before it is masked; ``Update.gap_ends``)."""
 
 @dataclass(frozen=True)
 class SequenceStart:
-    """The beginning of a sequence's decoding."""
-
     prompt: Sequence[int]
     params: DecodingParams
     mask: int
@@ -184,7 +182,6 @@ class Strategy(ABC):
 
     @property
     def answer(self) -> Branch:
-        """The branch whose tokens are the answer so far."""
         return self.known_winner or self.anchor
 
     @property

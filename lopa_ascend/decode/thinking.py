@@ -35,11 +35,8 @@ class FreeAnswer:
 
 
 class ThinkingMatcher:
-    """Follows thoughts, with free tokens up to the closing mark, and then the answer; see ``Matcher``.
-
-    If the prompt has not opened the thoughts, the first token decides: the opening mark, if it is one token, or one of
-    the answer.
-    """
+    """Follows thoughts, with free tokens up to the closing mark, and then the answer; see ``Matcher``. If the prompt
+    has not opened the thoughts, the first token decides: the opening mark, if it is one token, or one of the answer."""
 
     def __init__(self, answer: Matcher, thinking: Thinking, num_token_ids: int):
         self._answer, self._close, self._max_tokens = answer, list(thinking.close), thinking.max_tokens

@@ -78,7 +78,6 @@ class Vanilla(Canvas):
         return drawn
 
     num_steps_made = 0
-    """Steps before the next pass."""
 
     @property
     def num_steps(self) -> int:
@@ -99,8 +98,7 @@ class Vanilla(Canvas):
         return self._whole_row(branch, self._wanted(branch, self.step))
 
     def _first_that_fills(self) -> int:
-        """The first step that fills something, given the present masks: 999 * masks >= 1000 * num_steps - 999 * step.
-        Not for "origin"."""
+        """The first step that fills something, given the masks: 999 * masks >= 1000 * num_steps - 999 * step."""
         rounded_up = -(-1000 * self.num_steps // 999)
         return min(rounded_up - self.anchor.masks, self.num_steps - 1)
 
@@ -113,7 +111,6 @@ class Vanilla(Canvas):
         return [position for position in masked if self._uniform(position, step) < share]
 
     def _num_filled(self, step: int) -> int:
-        """Not for "origin"."""
         masks = self.anchor.masks
         if step == self.num_steps - 1:
             return masks

@@ -29,8 +29,6 @@ Confirmed = Mapping[Place, tuple[int, Fill]]
 
 
 class Drafts(Lookaheads):
-    """What both kinds of confirmation have in common."""
-
     def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
         """With ``lookahead_depth`` above 1, one branch for each set of ``draft_ranks``, then the anchor. What the base
         fills in every pass has the first ranks: fully activated blocks, under a grammar the first mask."""

@@ -14,10 +14,8 @@ from lopa_ascend.types import ModelProperties
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """Models of one architecture in fused ops: their tensors, their ``config.json``, and how they decode.
-
-    Ranks may split them, linear layers may be int8, adapters are merged, and ``config.json`` is read strictly.
-    """
+    """Models of one architecture in fused ops: their tensors, their ``config.json``, and how they decode. Ranks may
+    split them, linear layers may be int8, adapters are merged, and ``config.json`` is read strictly."""
 
     model_type: str
     name: str = ""

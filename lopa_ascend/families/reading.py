@@ -96,11 +96,8 @@ def read_config(
 
 
 def fields_of(config: Mapping[str, Any], source: str, family: Family) -> Fields:
-    """The fields of a ``config.json``; null counts as missing, and the family has values for missing fields.
-
-    Raises:
-        ConfigError: ``model_type`` is another family's, or a field that implies others is malformed.
-    """
+    """The fields of a ``config.json``; null counts as missing, and the family has values for missing fields. Raises
+    ConfigError if ``model_type`` is another family's, or a field that implies others is malformed."""
     config = {name: value for name, value in config.items() if value is not None}
     own = Fields(config, source)
     implied = {} if family.implied is None else family.implied(own)
@@ -207,11 +204,8 @@ def _special_ids(
 
 
 def eos_ids(value: object, vocab: int, source: str) -> tuple[int, ...]:
-    """The ids in a file's field ``eos_token_id``, which may be one id, a list, or missing (None).
-
-    Raises:
-        ConfigError: the field holds something else than ids below ``vocab``.
-    """
+    """The ids in a file's field ``eos_token_id``: one id, a list, or missing (None). Raises ConfigError if it holds
+    something else than ids below ``vocab``."""
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]

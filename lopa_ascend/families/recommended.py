@@ -55,11 +55,8 @@ def recommended_decoding(model: str | Path) -> dict[str, Any]:
 
 def ignored_sampling(model: str | Path) -> dict[str, Any]:
     """Decoding parameters of ``generation_config.json`` outside of ``lopa_ascend``, where transformers looks for them.
-    But for ``eos_token_id`` they are not used: a model's authors chose them for another way to decode.
-
-    Raises:
-        ConfigError: the file is broken.
-    """
+    But for ``eos_token_id`` they are not used: a model's authors chose them for another way to decode. Raises
+    ConfigError if the file is broken."""
     values = read_json_object(Path(model) / "generation_config.json", ConfigError, optional=True)
     names = ("do_sample", *(name for name in DecodingParams.names() if name != "eos_token_id"))
     return {name: values[name] for name in names if values.get(name) not in (None, False)}

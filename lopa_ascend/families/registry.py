@@ -64,11 +64,8 @@ def known_families() -> set[str]:
 
 
 def family_in(config: Mapping[str, Any]) -> Family | None:
-    """The family that a ``config.json`` describes, if it is known.
-
-    Raises:
-        ConfigError: a package's entry point for the ``model_type`` cannot be loaded.
-    """
+    """The family that a ``config.json`` describes, if it is known. Raises ConfigError if a package's entry point for
+    the ``model_type`` cannot be loaded."""
     model_type = config.get("model_type")
     for point in _installed():
         if point.name == model_type:
@@ -79,11 +76,7 @@ def family_in(config: Mapping[str, Any]) -> Family | None:
 
 
 def family_of(model: str | Path) -> Family | None:
-    """The family of a model directory, if both are there.
-
-    Raises:
-        ConfigError: as in ``family_in``, or ``config.json`` is broken.
-    """
+    """The family of a model directory, if both are there. Raises ConfigError as ``family_in``, or for a broken file."""
     return family_in(with_name(read_json_object(Path(model) / "config.json", ConfigError, optional=True), model))
 
 

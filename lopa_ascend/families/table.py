@@ -28,7 +28,6 @@ Selected = slice | list[int]
 TensorSlices = Mapping[str, tuple[Selected, ...]]
 """By name in the checkpoint: a part of each dimension of a tensor."""
 ALL: TensorSlices = {}
-"""No slices: all of every tensor."""
 DIVIDED = ("heads", "kv_heads", "qkv_heads", "inner", "expert_inner", "shared_inner")
 """Sizes that are divided among tensor-parallel ranks."""
 
@@ -145,7 +144,6 @@ class TensorSpec:
 
     @property
     def module(self) -> str:
-        """The name without its last part."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -265,11 +263,8 @@ class Shard:
     size: int = 1
 
     def slices(self, tensors: Tensors, config: ModelConfig) -> TensorSlices:
-        """The rank's part of every tensor.
-
-        Every rank has the same number of rows of the LM head. The last ones may reach beyond the vocabulary: they are
-        padding.
-        """
+        """The rank's part of every tensor. Every rank has the same number of rows of the LM head. The last ones may
+        reach beyond the vocabulary: they are padding."""
         return {
             spec.name: tuple(
                 self._part(spec.row.split, size, config) if axis == spec.split_axis else slice(0, size)

@@ -43,10 +43,7 @@ _ERRORS: tuple[type[BaseException], ...] = (OSError, ValueError, *HfHubHTTPError
 
 class Repository:
     """What a name on the hub means at present: a commit, with its configuration in ``directory`` from the beginning.
-
-    Attributes:
-        directory: of the commit, in the cache of huggingface_hub.
-        weight_bytes: as the hub says; 0 if it does not.
+    That is in the cache of huggingface_hub. ``weight_bytes`` is as the hub says; 0 if it does not.
 
     Raises:
         ParameterError: no such repository or revision, or it lacks a file; or the hub cannot be reached, and the cache
@@ -212,7 +209,6 @@ class Repository:
         return ParameterError(self.name.param, message)
 
     def _refusal(self, error: HfHubHTTPError) -> ParameterError:
-        """What an answer of the hub means for the user."""
         page, status = f"{constants.ENDPOINT}/{self.name.repository}", error.response.status_code
         if isinstance(error, GatedRepoError):
             message = f"{self} is gated: accept its conditions on {page}, and set HF_TOKEN to a token of that account"

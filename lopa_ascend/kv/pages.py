@@ -81,7 +81,6 @@ class PageAllocator:
 
 
 def page_bytes(shape: KVShape, item_size: int) -> int:
-    """Of keys and values in all layers."""
     return 2 * shape.num_layers * PAGE_SIZE * shape.num_kv_heads * shape.head_dim * item_size
 
 
@@ -95,12 +94,9 @@ def slots_for(num_branches: int, groups: int) -> int:
 
 
 def worst_case(positions: int, num_slots: int, committed: int, window: int | None = None) -> int:
-    """The most pages that a sequence can hold from now on.
-
-    Full pages of ``committed`` positions are held once, all others once for each slot. The prompt counts as committed
-    from the start if one row computes it. ``window``: the most positions that are not committed when slots beside the
-    first have rows; None: any number.
-    """
+    """The most pages that a sequence can hold from now on. Full pages of ``committed`` positions are held once, all
+    others once for each slot. The prompt counts as committed from the start if one row computes it. ``window``: the
+    most positions that are not committed when slots beside the first have rows; None: any number."""
     private = pages_for(positions) - committed // PAGE_SIZE
     if window is not None:
         private = min(private, pages_for(PAGE_SIZE - 1 + window))
@@ -108,11 +104,8 @@ def worst_case(positions: int, num_slots: int, committed: int, window: int | Non
 
 
 class PageTables:
-    """The page tables of one sequence's slots.
-
-    ``by_slot[slot][i]`` is the page of the positions [128 i, 128 (i + 1)). The first ``num_shared_pages`` are the same
-    in all slots.
-    """
+    """The page tables of one sequence's slots: ``by_slot[slot][i]`` is the page of the positions [128 i, 128 (i + 1)).
+    The first ``num_shared_pages`` are the same in all slots."""
 
     def __init__(self, allocator: PageAllocator, num_slots: int) -> None:
         self.allocator = allocator
@@ -138,14 +131,8 @@ class PageTables:
         self.num_shared_pages = len(pages)
 
     def make_room(self, committed: int, slot_ends: Sequence[int], *, winner_commits: bool) -> None:
-        """Allocates the pages that a step writes: each slot must hold what the step commits, and its longest row. A
-        slot without a row shares slot 0's full committed pages.
-
-        Args:
-            committed: positions that are committed after the step.
-            slot_ends: by slot, the end of its longest row; 0 if it has none.
-            winner_commits: see ``SequencePlan``.
-        """
+        """Allocates the pages that a step writes: each slot must hold what is then ``committed``, and its longest row,
+        which ends at ``slot_ends`` (0: none). A slot without a row shares slot 0's full committed pages."""
         self.grow(0, max(committed, slot_ends[0]))
         if not winner_commits:  # all branches write the same, so full pages are shared before they are written
             self.share_committed(committed)

@@ -12,15 +12,9 @@ from lopa_ascend.types import KVShape, PageCopy
 
 
 class KVPool:
-    """Keys and values of all layers, and the allocator of their pages.
-
-    Attributes:
-        caches: [2, layers, pages, 128, kv_heads, head_dim]; index 0 holds keys, 1 values.
-        k, v: one view [pages, 128, kv_heads, head_dim] of ``caches`` for each layer.
-
-    Behind the ``num_pages`` for requests lie ``num_padding_pages``: padding rows of compiled steps write there, and no
-    row reads them.
-    """
+    """Keys and values of all layers: ``caches`` [2, layers, pages, 128, kv_heads, head_dim], keys first; ``k`` and
+    ``v`` have a view [pages, 128, kv_heads, head_dim] of it for each layer. Behind the ``num_pages`` for requests lie
+    ``num_padding_pages``: padding rows of compiled steps write there, and no row reads them."""
 
     def __init__(
         self, shape: KVShape, num_pages: int, dtype: torch.dtype, device: str, num_padding_pages: int = 0
@@ -74,10 +68,8 @@ class KVPool:
 
 
 def _inside_pages(begin: int, end: int) -> Iterator[tuple[int, slice]]:
-    """(index in the page table, part of that page), page by page, of the sequence positions [begin, end).
-
-    Slices rather than index_copy_, which on an NPU transposes the whole pool along any dimension but the first.
-    """
+    """(index in the page table, part of that page), page by page, of the sequence positions [begin, end). Slices rather
+    than index_copy_, which on an NPU transposes the whole pool along any dimension but the first."""
     for index in range(begin // PAGE_SIZE, pages_for(end)):
         first = index * PAGE_SIZE
         yield index, slice(max(begin - first, 0), min(end - first, PAGE_SIZE))

@@ -57,7 +57,6 @@ class PrefixCache:
         return len(self._entries)
 
     def __contains__(self, key: Prefix) -> bool:
-        """Whether all positions of a key are cached."""
         return key in self._entries
 
     def get(self, key: Prefix) -> Prefix | None:

@@ -35,8 +35,7 @@ class AlternativesRecorder:
     """The ranks that hold the same part of the model and evaluate other branches."""
 
     def record(self, sequence: Sequence, part: Part, record: StepRecord, job: Job) -> None:
-        """Records the lists of one forward pass in ``Strategy.alternatives``, on every rank. The sequence's next
-        branches have begun."""
+        """Records one pass's lists in ``Strategy.alternatives`` on every rank, after the next branches have begun."""
         wanted: dict[int, set[int]] = {}
         changed = {fill.position for fill in (*record.fills, *record.edits)}
         for position in changed | sequence.strategy.recorded_positions():

@@ -20,11 +20,8 @@ Banned = tuple[frozenset[int], ...]
 
 
 def bans_for(sequence: Sequence, part: Part, device: torch.device) -> Bans | None:
-    """What may not be chosen at the positions that a sequence predicts; None if nothing is banned there.
-
-    Raises:
-        GrammarError: the grammar has no way on in a branch, of whichever group, so that all ranks find the same.
-    """
+    """What may not be chosen at the positions that a sequence predicts; None if nothing is banned there. Raises
+    GrammarError if the grammar has no way on in a branch of any group, so that all ranks find the same."""
     if not sequence.strategy.grammar.binds and not sequence.filters:
         return None
     num_token_ids, sets, lists = sequence.scoring.num_token_ids, list[int](), list[Banned]()

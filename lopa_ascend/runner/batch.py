@@ -1,8 +1,6 @@
 """Lays the rows of a step out as one flat batch: tokens, attention entries, and the cache positions that are written.
-
 What branches share is computed once: a row computes its blocks from ``compute_from`` on and reuses its share's last row
-before that. Keys and values go to every slot that needs them (docs/design.md, "Slots").
-"""
+before that. Keys and values go to every slot that needs them (docs/design.md, "Slots")."""
 
 from __future__ import annotations
 

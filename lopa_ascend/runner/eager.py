@@ -1,8 +1,6 @@
-"""Runs steps eagerly: op by op, with batches of any shape; or, of a causal model, with compiled forward passes.
-
-Every rank runs all of this. A branch-parallel group evaluates its own branches; one gather of (token, probability,
-confidence) tells every rank what all branches predict, and every rank takes the same decisions from that.
-"""
+"""Runs steps eagerly: op by op, with batches of any shape; or, of a causal model, with compiled forward passes. Every
+rank runs all of this. A branch-parallel group evaluates its own branches; one gather of (token, probability,
+confidence) tells every rank what all branches predict, and every rank takes the same decisions from that."""
 
 from __future__ import annotations
 
@@ -62,8 +60,7 @@ class EagerExecutor:
 
     @torch.inference_mode()
     def run(self, sequences: List[Sequence]) -> list[Result]:
-        """One forward pass of the sequences' plans, and the decisions that follow. A sequence with logits that are not
-        finite fails alone."""
+        """A pass of the sequences, and the decisions that follow. One with logits that are not finite fails alone."""
         if self.forwards is None:
             return self._run(sequences, None)
         return [result for kind, group in self.forwards.divide(sequences) for result in self._run(group, kind)]

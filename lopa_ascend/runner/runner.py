@@ -43,7 +43,6 @@ class Runner:
         return None if compiled is None else compiled.stats()
 
     def start(self, sequence: Sequence) -> None:
-        """Plans the first pass of a sequence."""
         if self.graphs is not None:
             self.graphs.start(sequence)
         sequence.plan = sequence.strategy.plan()
@@ -56,11 +55,9 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, step: Step, running: Collection[Sequence]) -> list[Result]:
-        """Makes the step's copies and one forward pass of its sequences, and updates these in place.
-
-        A graph that is launched ahead reports its sequences in the next step. So a sequence may be in the step and not
-        in the results, and the other way round.
-        """
+        """Makes the step's copies and one forward pass of its sequences, and updates these in place. A graph that is
+        launched ahead reports its sequences in the next step. So a sequence may be in the step and not in the results,
+        and the other way round."""
         for copy in step.copies:
             self.pool.copy_page(copy)
         for sequence in running:
@@ -79,7 +76,6 @@ class Runner:
         return results
 
     def _ask(self, sequence: Sequence) -> None:
-        """Notes what the next step of a sequence needs."""
         self._drop_excess_branches(sequence)
         placement, plan = self.eager.placement, sequence.next_pass
         sequence.num_computed, sequence.slot_ends = placement.num_computed(plan), placement.slot_ends(plan)

@@ -1,9 +1,6 @@
-"""Changes to the logits of some tokens that a request asks for: penalties for repetition, and biases.
-
-Parallel filling has no order of tokens, so penalties count what is committed: the prompt and blocks with final keys and
-values. That is the same for all branches and positions of a pass. But a causal pass over drafts counts at each position
-what is before it.
-"""
+"""Changes to the logits of some tokens that a request asks for: penalties for repetition, and biases. Parallel filling
+has no order of tokens, so penalties count what is committed: the prompt and blocks with final keys and values. That is
+the same for all branches and positions of a pass; a causal pass over drafts counts what is before each position."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ class Adjustment(NamedTuple):
         return self._replace(divisor=self.divisor[rows], bias=self.bias[rows])
 
     def apply(self, logits: Tensor, first: int) -> Tensor:
-        """The adjusted logits float32 [R, m]. ``logits`` [R, m] may be overwritten; ``first``: token id of the first
-        column."""
+        """The adjusted logits float32 [R, m]; ``logits`` may be overwritten. ``first``: the first column's token id."""
         x = logits.float()
         is_here = (self.ids >= first) & (self.ids < first + x.shape[1])
         columns, divisor = self.ids[is_here] - first, self.divisor[:, is_here]

@@ -21,14 +21,12 @@ PURPOSE = "vocabulary"
 
 
 class Scored(NamedTuple):
-    """The predictions for n positions."""
+    """The predictions for n positions: int32 and float32 [n]."""
 
     ids: Tensor
-    """int32 [n]."""
     probs: Tensor
-    """float32 [n]."""
     confidences: Tensor
-    """float32 [n]; for "max_prob" the same tensor as ``probs``."""
+    """For "max_prob" the same tensor as ``probs``."""
 
 
 class GreedyScore:
@@ -111,7 +109,6 @@ class GreedyScore:
         return Scored(ids, probs, probs)
 
     def traffic(self, num_rows: int) -> tuple[Traffic, ...]:
-        """What this rank sends for ``num_rows`` rows of logits."""
         if self._tp.size == 1:
             return ()
         num_rest = self.num_columns - 2

@@ -17,15 +17,11 @@ Stats = dict[str, Tensor]
 
 
 def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int) -> tuple[Tensor, ...]:
-    """The predictions of R rows. Each is a function of its own row's statistics.
+    """The predictions of R rows, from ``shards.shard_scores`` float32 [shards, R, C] in the order of the shards' ids,
+    and ``positions`` int64 [R]. Each is a function of its own row's statistics.
 
     A logit of NaN or +inf makes the confidence NaN, and the rest meaningless; for -inf see ``prediction.py``. If top_p
     would keep tokens that their shard did not offer, the next offered ones take their place.
-
-    Args:
-        stats: from ``shards.shard_scores``, float32 [shards, R, C], in the order of the shards' ids.
-        positions: int64 [R].
-        round_: number of the forward pass.
 
     Returns:
         Token ids int64, probabilities float32 and confidences float32, [R] each; with ``runner_up`` then ids and
@@ -89,12 +85,9 @@ def _sum_over_shards(x: Tensor) -> Tensor:
 def _truncate(
     values: Tensor, ids: Tensor, mass: Tensor | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Applies top_k, then min_p, then top_p to offered tokens [R, shards, K].
-
-    ``mass`` is the statistic [shards, R] that top_p is a share of; None if top_k or min_p limit the choice first.
-    Returns logits and ids [R, kept], best first, ties by lowest id, -inf behind the last kept one; and the statistics
-    of the kept tokens by name [R, 1].
-    """
+    """Applies top_k, then min_p, then top_p to offered tokens [R, shards, K]. ``mass`` is the statistic [shards, R]
+    that top_p is a share of; None if top_k or min_p limit the choice first. Returns logits and ids [R, kept], best
+    first, ties by lowest id, -inf behind the last kept one; and the statistics of the kept tokens by name [R, 1]."""
     ranked, order = values.flatten(1).sort(dim=-1, descending=True, stable=True)
     best = ranked[:, :1]
     if scoring.top_k is not None:

@@ -14,20 +14,17 @@ from lopa_ascend.types import Scoring
 
 
 class MostProbable(NamedTuple):
-    """The most probable tokens of R positions, best first, ties by lowest id."""
+    """The most probable tokens of R positions, best first, ties by lowest id: int64 and float32 [R, count]."""
 
     ids: Tensor
-    """int64 [R, count]."""
     probs: Tensor
-    """float32 [R, count]; 0 if there are fewer tokens."""
+    """0 if there are fewer tokens."""
 
 
 def most_probable(logits: Tensor, scoring: Scoring, count: int, first: int, tp: Group) -> MostProbable:
-    """The most probable tokens of all shards of the vocabulary, on every rank of ``tp``.
-
-    Probabilities are at the request's temperature, before top_k, top_p and min_p. The mask and ids that do not exist
-    are not listed, but keep their share. ``logits``: this rank's shard [R, n], from token id ``first`` on.
-    """
+    """The most probable tokens of all shards of the vocabulary, on every rank of ``tp``. Probabilities are at the
+    request's temperature, before top_k, top_p and min_p. The mask and ids that do not exist are not listed, but keep
+    their share. ``logits``: this rank's shard [R, n], from token id ``first`` on."""
     x = logits.float()
     if scoring.temperature:
         x = x / scoring.temperature
@@ -46,10 +43,8 @@ def most_probable(logits: Tensor, scoring: Scoring, count: int, first: int, tp: 
 
 def _largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Values and columns [R, count] of the largest in each row of x [R, n], which is overwritten: the largest first,
-    the lowest columns among equals; -inf for missing ones.
-
-    As many maxima cost less than sorting a vocabulary, and topk may take any of equal values.
-    """
+    the lowest columns among equals; -inf for missing ones. As many maxima cost less than sorting a vocabulary, and topk
+    may take any of equal values."""
     values, columns = [], []
     for _ in range(count):
         column = first_argmax(x)

@@ -1,10 +1,8 @@
 """The form in which predictions travel between ranks and to the host: 32-bit integers, floats by their bits.
 
-A prediction is valid if its confidence is finite.
-
-- A logit of NaN or +inf makes the confidence NaN.
-- A logit of -inf is allowed, in eager and in compiled steps: its token has probability 0. But the confidence is NaN if
-  all logits of a shard are -inf, or if it is "neg_entropy" over the whole distribution, which multiplies 0 by log 0.
+A prediction is valid if its confidence is finite. A logit of NaN or +inf makes it NaN. A logit of -inf is allowed, in
+eager and in compiled steps: its token has probability 0. But the confidence is NaN if all logits of a shard are -inf,
+or if it is "neg_entropy" over the whole distribution, which multiplies 0 by log 0.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from lopa_ascend.types import RowResult
 
 NOT_FINITE = "the model produced logits that are not finite; the request cannot go on"
 NUM_COLUMNS = 3
-"""Integers of an encoded prediction."""
 NUM_WITH_RUNNER_UP = 5
 
 

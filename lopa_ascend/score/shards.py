@@ -145,16 +145,9 @@ def shard_scores(
     limit: int | None = None,
     bans: Bans | None = None,
 ) -> Tensor:
-    """The statistics of one shard, float32 [R, C]. It offers one token, with ``runner_up`` two, for top_p, top_k and
-    min_p several.
-
-    Args:
-        logits: [R, n] with n >= 1; may be overwritten.
-        positions: int64 [R].
-        round_: number of the forward pass.
-        first: token id of the first column.
-        limit: the most offered tokens, so that C does not depend on n; None for the only shard, which may offer all.
-    """
+    """The statistics of one shard, float32 [R, C], for ``positions`` int64 [R]. It offers one token, with ``runner_up``
+    two, for top_p, top_k and min_p several: at most ``limit``, so that C does not depend on n; None for the only shard,
+    which may offer all. ``logits`` [R, n], n >= 1, may be overwritten; their first column is the id ``first``."""
     x = logits.float()
     if bans is not None:
         bans.exclude(x, first)

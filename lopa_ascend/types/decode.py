@@ -1,7 +1,5 @@
-"""What a decoding strategy asks of one forward pass, what it gets back, and what it records.
-
-Positions are absolute: 0 is the first position of the prompt.
-"""
+"""What a decoding strategy asks of one forward pass, what it gets back, and what it records. Positions are absolute: 0
+is the first position of the prompt."""
 
 from __future__ import annotations
 
@@ -58,13 +56,11 @@ class RowPlan:
     causal_end: int = 0
     """Positions before this one see those up to their own; ``entry_ends`` says what the others see."""
     logit_shift: int | None = None
-    """Logits at q - logit_shift predict the token at q; with 1 ``masked`` may be ``end`` too. None: as
-    ``ModelProperties`` says."""
+    """Logits at q - logit_shift predict the token at q; with 1 ``masked`` may be ``end`` too. None: the model's."""
     drafts: bool = False
     """A later pass verifies what it predicts. Weights for drafts, if there are any, compute what is not causal."""
     stale_end: int = 0
-    """If larger than ``end``: queries also see the positions from ``end`` to this one, by the keys and values that an
-    earlier pass left in the cache."""
+    """If above ``end``: queries also see positions from there to this one, by an earlier pass's keys and values."""
 
     @property
     def end(self) -> int:
@@ -81,8 +77,7 @@ class SequencePlan:
     """What one sequence computes in one forward pass."""
 
     start: int
-    """First computed position. Keys and values before it are in the cache: committed or, if the strategy commits
-    nothing, an earlier pass's."""
+    """First computed position. Keys and values before it are in the cache, committed or from an earlier pass."""
     num_new: int
     """Positions from ``start`` on whose keys and values stay in the cache. A pass that verifies drafts commits what it
     accepts of them instead (``StepRecord.committed``)."""
@@ -135,12 +130,10 @@ class BranchRecord:
     """Masked positions before the pass."""
     score: float
     confirmed_by: tuple[int, ...] = ()
-    """In a draft that has won: for each of ``own_fills`` the index of the confirming branch in
-    ``StepRecord.branches``."""
+    """In a draft that has won: for each of ``own_fills`` the index of the branch that confirms it."""
 
     @property
     def lookahead(self) -> Fill | None:
-        """The first of ``own_fills``; None for the anchor."""
         return self.own_fills[0] if self.own_fills else None
 
 
@@ -155,7 +148,6 @@ class StepRecord:
     cache_length: int
     """Committed positions before the pass."""
     committed: int
-    """Positions that the pass commits."""
     branches: tuple[BranchRecord, ...]
     """As ``SequencePlan.rows``."""
     winner: int

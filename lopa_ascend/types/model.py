@@ -31,9 +31,8 @@ class ModelProperties:
     drafts_blocks: bool = True
     """Causal: whether positions that see one another may be drafted."""
     fills_as_llada: bool = False
-    """A whole canvas is filled as by LLaDA's code, not Dream's: with "factor" a block's last mask as soon as the rule
-    comes to it (Fast-dLLM), and in a window of several blocks at least one position beside the first block's
-    (d3LLM)."""
+    """A whole canvas is filled as by LLaDA's code, not Dream's: with "factor" a block's last mask once the rule comes
+    to it (Fast-dLLM), and in a window of several blocks at least one position beside the first block's (d3LLM)."""
 
     @property
     def is_block_causal(self) -> bool:
@@ -55,8 +54,7 @@ class ModelProperties:
         return prompt_length
 
     def limit(self, prompt_length: int, max_new_tokens: int, block_size: int) -> int:
-        """Positions of a sequence at its end. On a grid the last block may be whole: in a shorter one tokens would be
-        others."""
+        """Positions of a sequence at its end. The last block may be whole: tokens of a shorter one would be others."""
         length, is_whole = prompt_length + max_new_tokens, self.is_block_causal and self.ends_on_grid
         return -(-length // block_size) * block_size if is_whole else length
 

@@ -14,8 +14,6 @@ Alternatives = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """Consecutive tokens of an answer."""
-
     ids: tuple[int, ...] = ()
     probs: tuple[float, ...] = field(default=(), repr=False)
     """By token, the probability at which it was filled."""
@@ -81,7 +79,6 @@ class Update(WithTokens):
     """The EOS, or one of ``stop_token_ids``, that ended the request."""
     error: str | None = None
     record: StepRecord | None = None
-    """If the request asked for a trace."""
     seed: int | None = None
     """None without sampling."""
     num_drafted: int = 0
@@ -94,8 +91,7 @@ class Update(WithTokens):
     continuation_logprobs: tuple[tuple[float, ...], ...] = ()
     """By continuation, the log probability of each of its tokens, in nats."""
     gap_ends: tuple[tuple[int, int | None], ...] = ()
-    """By complete gap of a text with gaps: (number of all tokens before its end, token id that ended it, not
-    counted)."""
+    """By complete gap: (number of all tokens before its end, token id that ended it, which is not among them)."""
 
     @classmethod
     def without_step(cls, request_id: str, finish_reason: str, error: str | None = None) -> Update:
@@ -123,8 +119,7 @@ class GenerationOutput(WithTokens):
     text: str | None
     """Ends before a stop string; None without a tokenizer."""
     finish_reason: str
-    """"stop" (an EOS, a stop string, or the length that was found for a gap), "length", or "abort" (the server was told
-    to end it)."""
+    """"stop" (EOS, stop string, or the length found for a gap), "length", or "abort" (the server was told to)."""
     stop_reason: int | str | None
     """The stop string, or the id of ``stop_token_ids``, that ended the text; None at an EOS, as in vLLM."""
     num_forwards: int

@@ -37,8 +37,6 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class GraphStats:
-    """How many steps were compiled and launched, and what they computed."""
-
     num_buckets: int
     """Compiled at start or loaded from the graph cache."""
     memory: int
@@ -53,8 +51,7 @@ class GraphStats:
     wasted_steps: int
     """Steps computed for sequences that had ended."""
     eager_steps: dict[str, int]
-    """Steps of sequences without a graph, by reason: the request's field that no graph supports, or
-    "graph_window_blocks"."""
+    """Steps without a graph, by reason: the request's field that no graph supports, or "graph_window_blocks"."""
     replay_milliseconds: dict[str, float] = field(default_factory=dict)
     """Of each bucket at start, with the most keys; empty if steps are not replayed graphs."""
 

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 
 class KVShape(NamedTuple):
-    """What one rank stores of each position."""
+    """What one rank stores of each position: ``num_kv_heads`` are its own."""
 
     num_layers: int
     num_kv_heads: int
-    """Of this rank."""
     head_dim: int
 
 
