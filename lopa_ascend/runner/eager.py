@@ -151,7 +151,8 @@ class EagerExecutor:
         message[: sizes[self.bp.rank]] = torch.cat([pad(each, (0, width - each.shape[1])) for each in own])
         if not message.numel():
             return np.zeros((self.bp.size, *message.shape), dtype=np.int32)
-        gathered: NDArray[np.int32] = self.bp.all_gather(message, "branches").cpu().numpy()
+        read = self.ops.read_later(self.bp.all_gather(message, "branches"), self.bp.while_waiting)
+        gathered: NDArray[np.int32] = read().numpy()
         return gathered
 
     # ---- forward pass ----------------------------------------------------------------------------------------------

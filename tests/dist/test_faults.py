@@ -242,6 +242,67 @@ for _ in range(2):
 llm.close()
 print(json.dumps([errors, children()]))
 """
+# Rank 0 as on a GPU: torch's groups end only once no graph is left, and what is on its way to the host never comes.
+AS_ON_A_GPU = """
+import torch.distributed as dist
+from lopa_ascend.backend.compiler import Eager
+from lopa_ascend.backend.cpu.ops import CpuOps
+from lopa_ascend.backend.cuda.graphs import wait_for
+from lopa_ascend.parallel import mesh
+events, destroy, seconds = [], dist.destroy_process_group, 0.0
+
+class Graphs(Eager):
+    live = 1
+    def close(self):
+        events.append("no graphs")
+        self.live = 0
+
+def destroy_without_graphs():
+    while graphs.live:
+        time.sleep(0.01)
+    events.append("no groups")
+    destroy()
+
+class Never:
+    def query(self):
+        return False
+
+def read_never(ops, x, while_waiting):
+    return lambda: wait_for(Never(), while_waiting)
+
+graphs, dist.destroy_process_group = Graphs(), destroy_without_graphs
+llm = LLM(tensor_parallel_size=2, distributed_timeout_seconds=4, kv_cache_memory=KV_MEMORY)
+llm.engine._compiler = graphs
+"""
+CLOSED_WITH_GRAPHS = """
+def leave_with(blow):
+    try:
+        with llm:
+            generate(llm, 8)
+            raise blow
+    except Exception as error:
+        return type(error).__name__
+
+print(json.dumps([leave_with(KeyError()), events, children()]))
+"""
+CLOSED_ALTHOUGH_GROUPS_DO_NOT_END = """
+graphs.close = lambda: None
+mesh.ENDING_TIMEOUT, begin = 1.0, time.monotonic()
+llm.close()
+print(json.dumps([events, time.monotonic() - begin < 5, children()]))
+"""
+WAITS_FOR_A_DEVICE = """
+import threading
+CpuOps.read_later, failed = read_never, ""
+threading.Timer(0.5, os.kill, [*followers(), signal.{0}]).start()
+begin = time.monotonic()
+try:
+    with llm:
+        generate(llm, 8)
+except RankError as error:
+    failed = str(error)
+print(json.dumps([failed, time.monotonic() - begin, events, children()]))
+"""
 STOPPED_AT_ONCE = """
 from subprocess import Popen
 start = Popen.__init__
@@ -320,6 +381,38 @@ def test_engines_one_after_another(tmp_path: Path) -> None:
     assert stopped[2] < 8
     assert [engine[3] for engine in (closed, killed, stopped)] == [[], [], []]
     assert closed[0] == killed[0] == stopped[0]
+
+
+def test_graphs_end_before_the_groups_of_ranks(tmp_path: Path) -> None:
+    """Also where an exception is under way. NCCL would wait for them for ever."""
+    ended = run_script(AS_ON_A_GPU + CLOSED_WITH_GRAPHS, tmp_path)
+    assert json.loads(ended.output) == ["KeyError", ["no graphs", "no groups"], []], ended.error
+
+
+def test_an_engine_closes_although_the_groups_of_ranks_do_not_end(tmp_path: Path) -> None:
+    ended = run_script(AS_ON_A_GPU + CLOSED_ALTHOUGH_GROUPS_DO_NOT_END, tmp_path)
+    assert json.loads(ended.output) == [[], True, []]
+    assert "the groups of ranks have not ended in 1 s" in ended.error
+
+
+@pytest.mark.parametrize(
+    ("blow", "why", "most"),
+    slow_but(
+        [("SIGKILL", "rank 1 has ended", 3), ("SIGSTOP", "rank 1 has not answered for 4 s", 8)],
+        [("SIGKILL", "rank 1 has ended", 3)],
+    ),
+)
+def test_a_rank_that_waits_for_its_device_hears_of_the_end_of_another(
+    blow: str, why: str, most: float, tmp_path: Path
+) -> None:
+    ended = run_script(AS_ON_A_GPU + WAITS_FOR_A_DEVICE.format(blow), tmp_path)
+    error, seconds, events, left = json.loads(ended.output)
+    assert error in (
+        f"a step failed: {why}",
+        "a step failed: the device has not finished it in 4 s; a rank does not answer",
+    )
+    assert seconds < most
+    assert (events, left) == (["no graphs", "no groups"], [])
 
 
 WHILE_IT_STARTED = "rank 1 was stopped, by SIGSTOP or a debugger, for 2 s while it started"
