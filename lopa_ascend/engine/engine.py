@@ -225,6 +225,7 @@ class Engine:
             graphs=graphs.memory if graphs else 0,
             free=find_device(config.device).free_memory(config.world_size),
             linear=self._linear,
+            versions=find_device(config.device).versions(),
         )
         reports = self.mesh.all_gather_text("memory", msgspec.json.encode(own).decode())
         return tuple(msgspec.json.decode(text, type=RankReport) for text in reports)
