@@ -102,7 +102,6 @@ class Engine:
         self.kv_cache_memory = pool.num_pages * page_bytes
         self.limits = request_limits(config, prepared, self.model_config, pool.num_pages)
         self._check_exchanges(model, prepared)
-        self._compiler = None if prepared.graph_plan is None else prepared.graph_plan.compiler
         self.runner = self._make_runner(model, pool, prepared)
         self._profiles = Profiles(config, self.mesh, self.runner)
         cache = BlockPrefixCache if model.properties.has_blocks else PrefixCache
@@ -200,6 +199,7 @@ class Engine:
             world = self.mesh.world
             plan.compiler.on_every_rank = lambda fact: bool(world.minimum(int(fact), "start"))
             plan.compiler.while_waiting = world.while_waiting
+            self.mesh.before_end = plan.compiler.close
             if plan.forwards:
                 forwards = build_forwards(plan, model, pool, prepared.num_token_ids, bp)
             else:
@@ -495,8 +495,6 @@ class Engine:
             atexit.unregister(self.close)
             self._leader.end()
             followers = self._leader.followers
-        if self.mesh.size > 1 and self._compiler is not None:
-            self._compiler.close()
         self.mesh.close(failure)
         end_processes(followers)
 

@@ -106,6 +106,8 @@ class Mesh:
         """Whether some rank refused to start; see ``raise_together``."""
         self.failure: str | None = None
         """Which rank has failed, and how; None as long as the watch has not noticed any failure."""
+        self.before_end: Callable[[], None] = lambda: None
+        """Called before the groups end."""
         self._tp_size = 1
         self._timeout = START_TIMEOUT
         self._patience = START_TIMEOUT
@@ -356,6 +358,7 @@ class Mesh:
             message = None if failure is None else f"{self.describe_rank(self.rank)} has left: {failure}"
             self._watch.close(message)
         if self._owns_process_group and dist.is_initialized():
+            self.before_end()
             # NCCL's own way to end is an agreement with the others, which may be gone already.
             has_nccl = dist.get_backend() == "nccl"
             end = dist.distributed_c10d._abort_process_group if has_nccl else dist.destroy_process_group

@@ -242,20 +242,31 @@ for _ in range(2):
 llm.close()
 print(json.dumps([errors, children()]))
 """
-# Rank 0 as on a GPU: torch's groups end only once no graph is left, and what is on its way to the host never comes.
-AS_ON_A_GPU = """
-import torch.distributed as dist
+# A compiler whose graphs are steps op by op, for all ranks.
+GRAPHS = """
 from lopa_ascend.backend.compiler import Eager
-from lopa_ascend.backend.cpu.ops import CpuOps
-from lopa_ascend.backend.cuda.graphs import wait_for
-from lopa_ascend.parallel import mesh
-events, destroy, seconds = [], dist.destroy_process_group, 0.0
+from lopa_ascend.graph import setup
+events = []
 
 class Graphs(Eager):
-    live = 1
+    mode, live = "inductor", 0
+    def _compile(self, *args):
+        self.live += 1
+        return super()._compile(*args)
     def close(self):
         events.append("no graphs")
         self.live = 0
+
+graphs = Graphs()
+setup.load_compiler = lambda *_, **__: graphs
+"""
+# Rank 0 as on a GPU: torch's groups end only once no graph is left, and what is on its way to the host never comes.
+AS_ON_A_GPU = """
+import torch.distributed as dist
+from lopa_ascend.backend.cpu.ops import CpuOps
+from lopa_ascend.backend.cuda.graphs import wait_for
+from lopa_ascend.parallel import mesh
+destroy = dist.destroy_process_group
 
 def destroy_without_graphs():
     while graphs.live:
@@ -270,14 +281,18 @@ class Never:
 def read_never(ops, x, while_waiting):
     return lambda: wait_for(Never(), while_waiting)
 
-graphs, dist.destroy_process_group = Graphs(), destroy_without_graphs
-llm = LLM(tensor_parallel_size=2, distributed_timeout_seconds=4, kv_cache_memory=KV_MEMORY)
-llm.engine._compiler = graphs
+dist.destroy_process_group = destroy_without_graphs
+graph_options = {"graph_mode": "inductor", "max_num_seqs": 1, "graph_window_blocks": 2}
+
+def make():
+    made = LLM(tensor_parallel_size=2, distributed_timeout_seconds=4, kv_cache_memory=KV_MEMORY, **graph_options)
+    assert graphs.live
+    return made
 """
 CLOSED_WITH_GRAPHS = """
 def leave_with(blow):
     try:
-        with llm:
+        with make() as llm:
             generate(llm, 8)
             raise blow
     except Exception as error:
@@ -285,15 +300,28 @@ def leave_with(blow):
 
 print(json.dumps([leave_with(KeyError()), events, children()]))
 """
+REFUSED_WITH_GRAPHS = """
+from lopa_ascend.engine.engine import Engine
+def refuse(engine):
+    raise KeyError("it cannot start")
+
+Engine._choose_seed = refuse
+try:
+    make()
+except KeyError as error:
+    print(json.dumps([type(error).__name__, events, followers()]))
+"""
 CLOSED_ALTHOUGH_GROUPS_DO_NOT_END = """
 graphs.close = lambda: None
+llm = make()
 mesh.ENDING_TIMEOUT, begin = 1.0, time.monotonic()
 llm.close()
 print(json.dumps([events, time.monotonic() - begin < 5, children()]))
 """
 WAITS_FOR_A_DEVICE = """
 import threading
-CpuOps.read_later, failed = read_never, ""
+failed, llm = "", make()
+CpuOps.read_later = read_never
 threading.Timer(0.5, os.kill, [*followers(), signal.{0}]).start()
 begin = time.monotonic()
 try:
@@ -383,14 +411,24 @@ def test_engines_one_after_another(tmp_path: Path) -> None:
     assert closed[0] == killed[0] == stopped[0]
 
 
-def test_graphs_end_before_the_groups_of_ranks(tmp_path: Path) -> None:
-    """Also where an exception is under way. NCCL would wait for them for ever."""
-    ended = run_script(AS_ON_A_GPU + CLOSED_WITH_GRAPHS, tmp_path)
+def run_as_on_gpus(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> forks.Ended:
+    """Runs a script after ``AS_ON_A_GPU``, whose other ranks have ``GRAPHS`` too."""
+    (folder / "sitecustomize.py").write_text(GRAPHS)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{ranks.ROOT}")
+    return run_script(GRAPHS + AS_ON_A_GPU + code, folder)
+
+
+@pytest.mark.parametrize("code", [CLOSED_WITH_GRAPHS, REFUSED_WITH_GRAPHS])
+def test_graphs_end_before_the_groups_of_ranks(code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NCCL would wait for them for ever. Here an exception is under way: in a ``with`` block, or at the start."""
+    ended = run_as_on_gpus(code, tmp_path, monkeypatch)
     assert json.loads(ended.output) == ["KeyError", ["no graphs", "no groups"], []], ended.error
 
 
-def test_an_engine_closes_although_the_groups_of_ranks_do_not_end(tmp_path: Path) -> None:
-    ended = run_script(AS_ON_A_GPU + CLOSED_ALTHOUGH_GROUPS_DO_NOT_END, tmp_path)
+def test_an_engine_closes_although_the_groups_of_ranks_do_not_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ended = run_as_on_gpus(CLOSED_ALTHOUGH_GROUPS_DO_NOT_END, tmp_path, monkeypatch)
     assert json.loads(ended.output) == [[], True, []]
     assert "the groups of ranks have not ended in 1 s" in ended.error
 
@@ -403,9 +441,9 @@ def test_an_engine_closes_although_the_groups_of_ranks_do_not_end(tmp_path: Path
     ),
 )
 def test_a_rank_that_waits_for_its_device_hears_of_the_end_of_another(
-    blow: str, why: str, most: float, tmp_path: Path
+    blow: str, why: str, most: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ended = run_script(AS_ON_A_GPU + WAITS_FOR_A_DEVICE.format(blow), tmp_path)
+    ended = run_as_on_gpus(WAITS_FOR_A_DEVICE.format(blow), tmp_path, monkeypatch)
     error, seconds, events, left = json.loads(ended.output)
     assert error in (
         f"a step failed: {why}",
