@@ -41,6 +41,8 @@ class Compiler(ABC):
     """What speaks against the mode, with a place for the number of graphs."""
     seconds_to_compile: tuple[float, float] | None = None
     """CPU seconds in which a bucket is compiled: for any model, and in addition for each layer. None: not measured."""
+    rehearses = False
+    """Whether buckets are to be rehearsed before any is compiled; see ``rehearse``."""
     num_compilations: int
     """Buckets that were compiled."""
     num_loaded: int
@@ -114,8 +116,8 @@ class Compiler(ABC):
             ) from error
 
     def rehearse(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> None:  # noqa: B027
-        """Launches the step of a bucket as often as a capture of it needs, where one does. Before any bucket is
-        compiled, because graphs keep the memory that such a launch takes beside them. See ``compile``."""
+        """Launches the step of a bucket as often as a capture of it needs. That comes before any bucket is compiled:
+        graphs keep their memory, and a launch takes as much beside them. See ``compile``."""
 
     def try_out(self, run: Run, name: str, kv_lengths: Sequence[Sequence[int]]) -> None:  # noqa: B027  # few modes do
         """Launches a compiled step once for each of these KV lengths, where launches may hang, and times the last one.

@@ -212,7 +212,8 @@ def build_executor(
     executor = GraphExecutor(model, pool, graphs, bp)
     check = _check(plan, model, pool, num_token_ids)
     launchers = _largest_first(executor.launchers.values())
-    executor.rehearse(launchers)
+    if plan.compiler.rehearses:
+        executor.rehearse(launchers)
     executor.warm_up(_announced(plan, launchers, model), check)
     return executor
 
@@ -226,7 +227,8 @@ def build_forwards(plan: GraphPlan, model: Model, pool: KVPool, num_token_ids: i
     forwards = Forwards(plan.forwards, plan.compiler, model, pool, bp.size)
     check = _check(plan, model, pool, num_token_ids)
     launchers = _largest_first(forwards.launchers.values())
-    forwards.rehearse(launchers)
+    if plan.compiler.rehearses:
+        forwards.rehearse(launchers)
     forwards.warm_up(_announced(plan, launchers, model), check)
     return forwards
 

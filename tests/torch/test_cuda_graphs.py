@@ -86,6 +86,8 @@ def test_closing_destroys_graphs_that_others_still_hold(pools: list[tuple[Any, i
 class Noting(Eager):
     """Notes what is asked of it: what is rehearsed, and what compiled."""
 
+    rehearses = True
+
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[tuple[str, str]] = []
