@@ -104,7 +104,10 @@ def test_every_setting_has_one_flag():
         ("--max-num-seqs 0", "at least 1"),
         ("--max-num-seqs 3000000000", "must be at most 2147483647, got 3000000000"),
         ("--window-attention full --branch-parallel-size 2 --graph-mode inductor", "do not go together in graph mode"),
-        ("--window-attention full --branch-parallel-size 2 --graph-mode inductor", "graph mode eager, where steps run op by op"),
+        (
+            "--window-attention full --branch-parallel-size 2 --graph-mode inductor",
+            "graph mode eager, where steps run op by op",
+        ),
         ("--max-num-queued-reqs -1", "0 to"),
         ("--kv-cache-memory 1GB", "GiB"),
         ("--kv-cache-memory -1", "GiB"),
