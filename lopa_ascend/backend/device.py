@@ -173,6 +173,10 @@ class Device(ABC):
     def profiler(self) -> Profiler:
         """Records what the device computes."""
 
+    def versions(self) -> Mapping[str, str | None]:
+        """What to know of the opened device and its software before a report is read; None: not known."""
+        return {}
+
 
 def find_device(name: str) -> Device:
     """The device of a row of ``GRAPH_MODES_BY_DEVICE``."""

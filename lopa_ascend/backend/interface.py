@@ -363,8 +363,12 @@ class Ops(Protocol):
         """Memory of the host, int32 [size], from which copies to the device run while the host goes on."""
         ...
 
-    def read_later(self, x: Tensor) -> Callable[[], Tensor]:
-        """Starts a copy of x to the host. The function that is returned waits for the copy and returns it."""
+    def read_later(self, x: Tensor, while_waiting: Callable[[float], None]) -> Callable[[], Tensor]:
+        """Starts a copy of x to the host. The function that is returned waits for the copy and returns it.
+
+        Args:
+            while_waiting: see ``Group.while_waiting``.
+        """
         ...
 
 

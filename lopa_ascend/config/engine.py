@@ -282,7 +282,7 @@ def check_window_attention(window_attention: str, branch_parallel_size: int, gra
     if window_attention == "full" and branch_parallel_size > 1 and graph_mode != "eager":
         message = (
             f'"full" and branch_parallel_size {branch_parallel_size} do not go together in graph mode {graph_mode}; '
-            'choose "block_causal", or graph mode eager'
+            'choose "block_causal", or graph mode eager, where steps run op by op'
         )
         raise ParameterError("window_attention", message)
 

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import Kind
-from lopa_ascend.config.removed import instead_of
 
 T = TypeVar("T")
 
@@ -149,8 +148,7 @@ def refuse_unknown(options: Iterable[str], names: Sequence[str]) -> None:
     """
     for option in options:
         if option not in names:
-            hint = instead_of(option) or f"; choose from {', '.join(names)}"
-            raise ParameterError(option, f"unknown option{hint}")
+            raise ParameterError(option, f"unknown option; choose from {', '.join(names)}")
 
 
 def check_settings(instance: object) -> None:
@@ -176,7 +174,7 @@ def checked_value(name: str, value: object, setting: Setting) -> object:
     except ParameterError as error:
         raise error.under(name) from None
     except ValueError as error:
-        raise ParameterError(name, f"{error}{instead_of(name, value)}") from None
+        raise ParameterError(name, str(error)) from None
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

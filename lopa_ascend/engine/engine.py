@@ -198,6 +198,8 @@ class Engine:
         if plan is not None:
             world = self.mesh.world
             plan.compiler.on_every_rank = lambda fact: bool(world.minimum(int(fact), "start"))
+            plan.compiler.while_waiting = world.while_waiting
+            self.mesh.before_end = plan.compiler.close
             if plan.forwards:
                 forwards = build_forwards(plan, model, pool, prepared.num_token_ids, bp)
             else:
@@ -223,6 +225,7 @@ class Engine:
             graphs=graphs.memory if graphs else 0,
             free=find_device(config.device).free_memory(config.world_size),
             linear=self._linear,
+            versions=find_device(config.device).versions(),
         )
         reports = self.mesh.all_gather_text("memory", msgspec.json.encode(own).decode())
         return tuple(msgspec.json.decode(text, type=RankReport) for text in reports)
@@ -433,7 +436,8 @@ class Engine:
         """Raises RankError in place of what a compiled step raises when an exchange in it fails because of another
         rank. Other exchanges raise RankError themselves."""
         if not isinstance(error, RankError):
-            reason = self.mesh.world.explain()
+            closed = None if self._leader is None else self._leader.failure
+            reason = closed or self.mesh.world.explain()
             if reason is not None:
                 raise RankError(f"a step failed: {reason}") from error
 

@@ -154,7 +154,9 @@ def choose_num_pages(config: EngineConfig, prepared: Prepared, model: Model, pag
     if graphs is not None:
         confidence, has_kernel = config.graph_params.confidence, prepared.ops.row_stats is not None
         scores = graphs.score_memory(model.local_vocab_size, model.head.dtype, confidence, has_kernel)
-        reserved = graphs.num_padding_pages * page_bytes + scores
+        activations = graphs.activation_memory(model.config, config.tensor_parallel_size, model.head.dtype)
+        # Graphs keep both; a prompt of as many tokens, op by op, has activations beside them.
+        reserved = graphs.num_padding_pages * page_bytes + scores + 2 * activations
         if device.wants_all_pages:
             useful = max(useful, graphs.num_attention_pages)
     affordable = device.kv_memory(config.world_size, reserved) // page_bytes

@@ -86,6 +86,12 @@ class GraphExecutor:
         self._eager_steps: Counter[str] = Counter()
 
     @torch.inference_mode()
+    def rehearse(self, launchers: Iterable[Launcher]) -> None:
+        """See ``Compiler.rehearse``."""
+        for launcher in launchers:
+            launcher.rehearse()
+
+    @torch.inference_mode()
     def warm_up(self, launchers: Iterable[Launcher], check: StepCheck | None = None) -> None:
         """Compiles the buckets of some launchers, which ``check`` compares. After that no bucket can be compiled any
         more."""

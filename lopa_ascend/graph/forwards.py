@@ -135,6 +135,12 @@ class PassLauncher:
         self._groups, self._causal = (0,) * bucket.all_entries, (bucket.is_causal,) * bucket.all_entries
         self._run: Run | None = None
 
+    def rehearse(self, compiler: Compiler) -> None:
+        """See ``Compiler.rehearse``."""
+        few = self._write(None)
+        with self._model.tp.ledger.paused():
+            compiler.rehearse(self._step, self.bucket.name, self._tensors, few)
+
     def compile(self, compiler: Compiler, check: StepCheck | None = None) -> None:
         """Compiles the pass and tries it out, with few keys and with the most. Then ``check`` compares it.
 
@@ -238,6 +244,12 @@ class Forwards:
         self._slots = max(bucket.slots for bucket in declared)
         self._num_launches = self._tokens = self._padded_tokens = 0
         self._eager_steps: Counter[str] = Counter()
+
+    @torch.inference_mode()
+    def rehearse(self, launchers: Iterable[PassLauncher]) -> None:
+        """See ``Compiler.rehearse``."""
+        for launcher in launchers:
+            launcher.rehearse(self._compiler)
 
     @torch.inference_mode()
     def warm_up(self, launchers: Iterable[PassLauncher], check: StepCheck | None = None) -> None:

@@ -78,6 +78,12 @@ class Launcher:
         self._traffic = [] if graphs.compiler.mode == "eager" else step.traffic()
         self._run: Run | None = None
 
+    def rehearse(self) -> None:
+        """See ``Compiler.rehearse``."""
+        few = self._write([], [])
+        with self._step.bp.ledger.paused():
+            self._graphs.compiler.rehearse(self._step, self.bucket.name, self._tensors, few)
+
     def compile(self, check: StepCheck | None = None) -> None:
         """Compiles the step and tries it out, with few keys and with the most. That launches it, with padding rows
         only. Then ``check`` compares it.
@@ -135,7 +141,7 @@ class Launcher:
             group.ledger.add(sent.purpose, sent.num_bytes, sent.calls)
         with probe("inputs", self.bucket):
             kv_lengths = self._write(sequences, views)
-        return self._step.model.ops.read_later(self._run(kv_lengths))
+        return self._step.model.ops.read_later(self._run(kv_lengths), self._step.bp.while_waiting)
 
     def _write(self, sequences: list[Sequence], views: list[HostView]) -> list[int]:
         """Writes the inputs to the device, unless it has them from the last launch; returns the KV length of each

@@ -10,7 +10,6 @@ from typing import Any
 
 from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.config.kinds import Boolean, Bytes, Choice, exact_size
-from lopa_ascend.config.removed import instead_of
 from lopa_ascend.config.settings import Section, Setting, settings
 from lopa_ascend.serve.config import ServeConfig
 
@@ -34,10 +33,7 @@ class Flag:
         """
         value = self.setting.kind.parse(text)
         if self.owner is ServeConfig or isinstance(self.setting.kind, Choice):
-            try:
-                self.setting.kind.checked(value)
-            except ValueError as error:
-                raise ValueError(f"{error}{instead_of(self.name, value)}") from None
+            self.setting.kind.checked(value)
         return value
 
     def help_text(self) -> str:

@@ -42,9 +42,9 @@ class Cpu(Device):
 
     @property
     def profiler(self) -> Profiler:
-        from lopa_ascend.backend.cpu import profiler
+        from lopa_ascend.backend.cpu.profiler import TorchProfiler
 
-        return profiler
+        return TorchProfiler()
 
 
 def _check_inductor() -> None:

@@ -222,7 +222,7 @@ class CpuOps:
     def host_memory(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32)
 
-    def read_later(self, x: Tensor) -> Callable[[], Tensor]:
+    def read_later(self, x: Tensor, while_waiting: Callable[[float], None]) -> Callable[[], Tensor]:
         copy = x.clone()
         return lambda: copy
 

@@ -7,6 +7,10 @@ needs no GPU, and is slow: that is how its tests run.
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 CAPABILITY = (8, 0)
 """The oldest compute capability: the first one that multiplies bfloat16."""
 INTERPRETED = "TRITON_INTERPRET"
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Cuda(Device):
@@ -41,18 +46,25 @@ class Cuda(Device):
         import torch
 
         if torch.version.cuda is None:
-            raise _refusal(f"torch {torch.__version__} is built without CUDA", "install a build of torch for CUDA")
+            remedy = (
+                f"pip install --force-reinstall torch=={torch.__version__.partition('+')[0]} from an index with CUDA"
+            )
+            raise _refusal(
+                f"torch {torch.__version__} is built without CUDA", f"{remedy} builds (on Linux pip's usual one)"
+            )
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             message = f"torch {torch.__version__} finds no usable GPU ({error})"
-            raise _refusal(message, f"it needs an NVIDIA GPU and a driver for CUDA {torch.version.cuda}") from error
+            needed = f"it needs an NVIDIA GPU and a driver for CUDA {torch.version.cuda}"
+            raise _refusal(message, f"{needed}, or a torch for an older CUDA (docs/troubleshooting.md)") from error
         index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if index >= count:
             message = f"this rank needs GPU {index} (LOCAL_RANK), but this machine has {count} GPUs, numbered from 0"
             raise ParameterError("device", message)
         check_capability(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
         torch.cuda.set_device(index)
+        _load_launcher()
 
     @property
     def collectives(self) -> str:
@@ -97,9 +109,51 @@ class Cuda(Device):
 
     @property
     def profiler(self) -> Profiler:
-        from lopa_ascend.backend.cpu import profiler
+        from torch.profiler import ProfilerActivity
 
-        return profiler
+        from lopa_ascend.backend.cpu.profiler import TorchProfiler
+
+        return TorchProfiler(() if self.on_host else (ProfilerActivity.CUDA,))
+
+    def versions(self) -> Mapping[str, str | None]:
+        if self.on_host:
+            return {}
+        import torch
+
+        return {
+            "gpu": torch.cuda.get_device_name(),
+            "driver": driver_version(),
+            "cuda": torch.version.cuda,
+            "triton": metadata.version("triton"),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+
+
+def driver_version(file: Path = DRIVER) -> str | None:
+    """The version of NVIDIA's driver, such as "580.65.06"; None if its file does not tell it."""
+    try:
+        found = re.search(r"^NVRM version:.*?\b(\d+\.\d+(?:\.\d+)?)\b", file.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return found and found[1]
+
+
+def _load_launcher() -> None:
+    """Lets Triton compile what launches its kernels, which it would do at the first launch.
+
+    Raises:
+        ParameterError: it cannot.
+    """
+    import triton
+
+    try:
+        triton.runtime.driver.active.get_current_device()
+    except (RuntimeError, OSError, ImportError, AssertionError, subprocess.CalledProcessError) as error:
+        found = str(error).strip()
+        if isinstance(error, subprocess.CalledProcessError):
+            found = f"{error.cmd[0]} has failed, as it says above"
+        remedy = "it needs a C compiler and Python's headers: apt-get install gcc python3-dev, or set CC"
+        raise _refusal(f"Triton cannot compile what launches its kernels ({found})", remedy) from error
 
 
 def check_capability(name: str, capability: tuple[int, int]) -> None:

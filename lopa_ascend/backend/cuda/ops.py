@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from lopa_ascend.backend.cuda import kernels
+from lopa_ascend.backend.cuda.graphs import wait_for
 from lopa_ascend.backend.interface import Entries, Experts, Int4Weight, RowStats
 
 SWIGLU_COLUMNS = 1024
@@ -282,7 +283,7 @@ class CudaOps:
     def host_memory(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
-    def read_later(self, x: Tensor) -> Callable[[], Tensor]:
+    def read_later(self, x: Tensor, while_waiting: Callable[[float], None]) -> Callable[[], Tensor]:
         if self.device.type != "cuda":
             copied = x.clone()
             return lambda: copied
@@ -292,7 +293,7 @@ class CudaOps:
         event.record()
 
         def read() -> Tensor:
-            event.synchronize()
+            wait_for(event, while_waiting)
             return copy
 
         return read

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lopa_ascend.backend.device import Device, Gauge
 from lopa_ascend.backend.npu.environment import check_environment
 from lopa_ascend.backend.npu.health import gauges, read_dies
-from lopa_ascend.backend.npu.versions import CAPTURING_MODES, check_installed
+from lopa_ascend.backend.npu.versions import CAPTURING_MODES, cann_version, check_installed, driver_version
 from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
 
 if TYPE_CHECKING:
@@ -131,6 +131,11 @@ class Npu(Device):
         from lopa_ascend.backend.npu import profiler
 
         return profiler
+
+    def versions(self) -> Mapping[str, str | None]:
+        from torch_npu import npu
+
+        return {"npu": npu.get_device_name(npu.current_device()), "driver": driver_version(), "cann": cann_version()}
 
 
 def _doubts(attention_layout: str, model: ModelConfig) -> Iterator[str]:

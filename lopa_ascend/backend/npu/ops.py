@@ -271,14 +271,14 @@ class NpuOps:
     def host_memory(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, pin_memory=True)
 
-    def read_later(self, x: Tensor) -> Callable[[], Tensor]:
+    def read_later(self, x: Tensor, while_waiting: Callable[[float], None]) -> Callable[[], Tensor]:
         copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         copy.copy_(x, non_blocking=True)
         event = torch_npu.npu.Event()
         event.record()
 
         def read() -> Tensor:
-            event.synchronize()
+            event.synchronize()  # HCCL itself gives up a rank that does not come
             return copy
 
         return read
