@@ -168,8 +168,8 @@ class DecodingParams(UsualParams):
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> DecodingParams:
-        """The parameters of a published evaluation, e.g. "S13" of the LoPA paper (docs/decoding.md); ``options`` replace
-        some. Raises ParameterError for an unknown preset or an option that is not allowed."""
+        """The parameters of a published evaluation, e.g. "S13" of the LoPA paper (docs/decoding.md), but for
+        ``options``. Raises ParameterError for an unknown preset or an option that is not allowed."""
         found = find_preset(name)
         refuse_unknown(options, cls.names())
         return cls(**found.merged(options))
