@@ -32,8 +32,6 @@ class Device(ABC):
     """As the setting ``device`` calls it."""
     resource: str
     """What Ray calls that of which a rank needs some."""
-    has_experts = True
-    """Whether ``Ops`` computes mixtures of experts."""
     has_int4 = False
     """Whether ``Ops`` multiplies int4 weights."""
     has_layouts = False
@@ -126,9 +124,6 @@ class Device(ABC):
         Raises:
             ParameterError: the model, or a setting, does not go with the device.
         """
-        if model.experts is not None and not self.has_experts:
-            message = f"{path} has experts, for which device {self.name} has no kernels"
-            raise ParameterError("model", f"{message}; choose {_those_with('has_experts')}")
         return ()
 
     def check_int4(self, param: str, value: str) -> None:

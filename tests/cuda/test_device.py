@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from lopa_ascend import LLM
 from lopa_ascend.backend.cuda import INTERPRETED, Cuda, check_capability
 from lopa_ascend.config import ParameterError
-
-MODELS = Path(__file__).parents[1] / "data" / "golden" / "models"
 
 
 def test_a_torch_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +37,3 @@ def test_a_gpu_without_room_for_the_weights_is_refused(monkeypatch: pytest.Monke
         ParameterError, match=r"device: the weights of a rank take .* MiB, and the GPU has 1.0 MiB free"
     ):
         LLM(device="cuda", graph_mode="eager")
-
-
-def test_a_model_with_experts_is_refused() -> None:
-    model = str(MODELS / "llada2" / "model_a")
-    with pytest.raises(ParameterError, match=r"model_a has experts, for which device cuda has no kernels; choose cpu"):
-        LLM(model, device="cuda", graph_mode="eager")

@@ -27,7 +27,7 @@ INTERPRETED = "TRITON_INTERPRET"
 class Cuda(Device):
     """An NVIDIA GPU, or a CPU on which Triton interprets the kernels."""
 
-    name, resource, has_experts = "cuda", "GPU", False
+    name, resource = "cuda", "GPU"
 
     def open(self) -> None:
         # Sums and products are rounded one by one, as the definitions of the ops have it.

@@ -173,6 +173,71 @@ def multiply_int8(
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def multiply_experts(
+    x, scales, weight, weight_scales, out, order, ends, pairs, outputs, inputs,
+    SHARE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+):  # fmt: skip
+    """A tile of the products of pairs of a token and an expert, with the transpose of that expert's weight [outputs,
+    inputs]. A tile has pairs of one expert; its row of x is that of the pair / SHARE, its row of ``out`` the pair's.
+
+    scales: of the rows of x, float32, if x and the weight are int8; then ``weight_scales`` are [EXPERTS, outputs].
+    order: the pairs, sorted by expert [pairs].
+    ends: how many pairs the experts up to each have together, int32 [EXPERTS]. They lie on the device, so the grid has
+        as many programs as there can be tiles, and those without a tile return.
+    """
+    number = tl.arange(0, BLOCK_EXPERTS)
+    is_expert = number < EXPERTS
+    end = tl.load(ends + number, mask=is_expert, other=0)
+    count = end - tl.load(ends + number - 1, mask=is_expert & (number > 0), other=0)
+    tiles = tl.cumsum((count + BLOCK_ROWS - 1) // BLOCK_ROWS)
+    is_before = tiles <= tl.program_id(0)
+    expert = tl.sum(is_before.to(tl.int32))
+    if expert >= EXPERTS:
+        return
+    tile = tl.program_id(0) - tl.max(tl.where(is_before, tiles, 0))
+    row = tl.max(tl.where(is_before, end, 0)) + tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_pair = row < tl.load(ends + expert)
+    pair = tl.load(order + row, mask=is_pair, other=0).to(tl.int64)
+    output = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    step = tl.arange(0, BLOCK_INPUTS)
+    at_output = expert.to(tl.int64) * outputs + output
+    a = x + (pair // SHARE)[:, None] * inputs + step[None, :]
+    b = weight + at_output[None, :] * inputs + step[:, None]
+    total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32 if scales is None else tl.int32)
+    for begin in range(0, inputs, BLOCK_INPUTS):
+        left = inputs - begin
+        value = tl.load(a + begin, mask=is_pair[:, None] & (step[None, :] < left), other=0)
+        w = tl.load(b + begin, mask=(output[None, :] < outputs) & (step[:, None] < left), other=0)
+        total = tl.dot(value, w, total, input_precision="ieee", out_dtype=total.dtype)
+    if scales is not None:
+        by_output = tl.load(weight_scales + at_output, mask=output < outputs, other=0.0)
+        by_row = tl.load(scales + pair // SHARE, mask=is_pair, other=0.0)
+        total = total.to(tl.float32) * by_output[None, :] * by_row[:, None]
+    inside = is_pair[:, None] & (output[None, :] < outputs)
+    tl.store(out + pair[:, None] * outputs + output[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sum_experts(outputs, weights, shared, out, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of the weighted sum of a token's COUNT outputs, one after another, and of ``shared``."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for place in range(COUNT):
+        pair = token * COUNT + place
+        value = tl.load(outputs + pair * size + column, mask=inside, other=0.0).to(tl.float32)
+        total += value * tl.load(weights + pair)
+    if shared is not None:
+        total += tl.load(shared + token * size + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
+
+
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
