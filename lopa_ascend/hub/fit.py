@@ -31,7 +31,7 @@ try:
     device.open()
 except (ValueError, RuntimeError) as error:
     sys.exit(str(error))
-print(device.free_memory(1))
+print(device.usable_memory(1, float(sys.argv[2]) if sys.argv[2:] else None))
 """
 
 
@@ -174,7 +174,8 @@ def _free_memory(engine: EngineConfig) -> int:
     device = find_device(engine.device)
     if device.on_host:
         return device.free_memory(engine.world_size)
-    asked = subprocess.run([sys.executable, "-c", _ASK_DEVICE, engine.device], capture_output=True, text=True)
+    share = [] if engine.gpu_memory_utilization is None else [str(engine.gpu_memory_utilization)]
+    asked = subprocess.run([sys.executable, "-c", _ASK_DEVICE, engine.device, *share], capture_output=True, text=True)
     if asked.returncode:
         raise ParameterError(
             "device", f"{engine.device} cannot be asked for its memory: {asked.stderr.strip().splitlines()[-1]}"

@@ -37,3 +37,15 @@ def test_a_gpu_without_room_for_the_weights_is_refused(monkeypatch: pytest.Monke
         ParameterError, match=r"device: the weights of a rank take .* MiB, and the GPU has 1.0 MiB free"
     ):
         LLM(device="cuda", graph_mode="eager")
+    monkeypatch.setattr(Cuda, "held_memory", lambda *_: (0, 2**20))
+    with pytest.raises(
+        ParameterError, match=r"gpu_memory_utilization: the weights .* a share of 0\.5 leaves it 512.0 KiB"
+    ):
+        Cuda().check_memory(2**20, 1, 0.5)
+
+
+def test_interpreted_kernels_have_no_share_of_a_gpu() -> None:
+    with pytest.raises(
+        ParameterError, match="gpu_memory_utilization: needs a GPU or an NPU: .* choose kv_cache_memory"
+    ):
+        LLM(device="cuda", graph_mode="eager", gpu_memory_utilization=0.9)
