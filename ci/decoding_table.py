@@ -38,7 +38,7 @@ def table(*, research: bool) -> str:
         if hasattr(UsualParams, name) != research:
             default, allowed = _default(parameter), parameter.kind.allowed()
             rows.append((f"`{name}`", default, allowed, _meaning(parameter), _graphs(parameter)))
-    return _markdown(rows)
+    return markdown(rows)
 
 
 def rules_table() -> str:
@@ -48,7 +48,7 @@ def rules_table() -> str:
         for rule in rules_of(strategy):
             free = tuple(value for value in (declaration(rule.param).default, *rule.free) if value is not None)
             rows.append((f"`{rule.param}`", f"`{rule.needs}` {listed(rule.choices)}", listed(free) or "none"))
-    return _markdown([RULE_TITLES, *dict.fromkeys(rows)])
+    return markdown([RULE_TITLES, *dict.fromkeys(rows)])
 
 
 def _takers(name: str, parameter: Parameter) -> Iterator[tuple[str, ...]]:
@@ -66,7 +66,7 @@ def _takers(name: str, parameter: Parameter) -> Iterator[tuple[str, ...]]:
             yield f"`{name}`", f"`decoding` {listed(takers)}", listed_free or "none"
 
 
-def _markdown(rows: Sequence[tuple[str, ...]]) -> str:
+def markdown(rows: Sequence[tuple[str, ...]]) -> str:
     titles, *others = rows
     return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ("---",) * len(titles), *others))
 

@@ -150,11 +150,11 @@ def _need(engine: EngineConfig, found: _Found) -> _Need:
     positions = engine.longest_sequence(model)
     pages = engine.kv_cache_memory or pages_for(positions) * page_bytes(model.kv_shape(tp), item)
     form = found.form or (engine.quantization and ("int4" if engine.group_size else "int8"))
-    step = _step_bytes(model, engine.batched_tokens(positions), item, tp)
+    step = step_bytes(model, engine.batched_tokens(positions), item, tp)
     return _Need(weights, pages, step, positions, f"{dtype} and {form}" if form else dtype)
 
 
-def _step_bytes(model: ModelConfig, tokens: int, item: int, tp: int) -> int:
+def step_bytes(model: ModelConfig, tokens: int, item: int, tp: int) -> int:
     """Bytes of what a step holds beside weights and pages at most: of a layer the residual, its norm and what goes
     into and out of the widest linear layers; and a piece of the logits with its statistics."""
     sizes = sizes_of(model)
