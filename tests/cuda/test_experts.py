@@ -12,7 +12,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from lopa_ascend import LLM
 from lopa_ascend.backend.cpu import definition
 from lopa_ascend.backend.cuda.graphs import CudaGraphs
-from lopa_ascend.backend.cuda.ops import CudaOps
+from lopa_ascend.backend.cuda.ops import CudaOps, _routed
 from lopa_ascend.config import DecodingParams, GraphParams
 from lopa_ascend.graph import setup
 from scripts.eval.golden import Case
@@ -42,6 +42,19 @@ def test_experts_compute_what_the_definition_says(seed: int, kind: str, shared: 
     assert float((found - plain).abs().max()) <= bound * float(plain.abs().max())
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_routing(seed: int) -> None:
+    """By the definition; among equals the lower index, of groups too."""
+    experts = random_experts(random_sizes(seed), 48, torch.float32, seed)
+    x = randn(9, 48, seed=seed)
+    ids, weights = _routed(x @ experts.router.T, experts)
+    expected = definition._routed(x, experts)
+    assert ids.tolist() == [expert for found in expected for expert in found]
+    assert weights.tolist() == pytest.approx([weight for found in expected for weight in found.values()], rel=1e-5)
+    ids, _ = _routed(torch.zeros(2, experts.sizes.num_experts), replace(experts, bias=torch.zeros_like(experts.bias)))
+    assert ids.tolist() == [*range(experts.sizes.per_token)] * 2
+
+
 @pytest.mark.parametrize("kind", [torch.float32, torch.int8])
 def test_all_tokens_may_take_the_same_experts_and_no_row_depends_on_the_others(kind: torch.dtype) -> None:
     """70 rows of one expert lie in two tiles; six experts have none."""
@@ -50,8 +63,7 @@ def test_all_tokens_may_take_the_same_experts_and_no_row_depends_on_the_others(k
     x = randn(70, 48)
     whole = OPS.moe(x, experts)
     torch.testing.assert_close(whole[::30], definition.moe(x[::30], experts), rtol=1e-5, atol=1e-5)
-    for rows in (slice(0, 1), slice(33, 67)):
-        assert torch.equal(OPS.moe(x[rows], experts), whole[rows])
+    assert torch.equal(OPS.moe(x[33:67], experts), whole[33:67])
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -65,19 +77,26 @@ def test_a_layer_reads_nothing_on_the_host(int8: bool, monkeypatch: pytest.Monke
     tensors = {name: value.to("meta") for name, value in vars(experts).items() if isinstance(value, torch.Tensor)}
     ops, x = CudaOps(torch.device("meta")), torch.empty(512, 48, dtype=torch.bfloat16, device="meta")
     assert ops.moe(x, ops.stored_experts(replace(experts, **tensors)), x).shape == x.shape
-    products = ["multiply_experts", "swiglu_rows", "multiply_experts", "sum_experts"]
+    products = ["route_rows", "multiply_experts", "swiglu_rows", "multiply_experts", "sum_experts"]
     if int8:
-        products = ["quantize_rows", "multiply_experts", "quantize_rows", "multiply_experts", "sum_experts"]
+        products = [
+            "route_rows",
+            "quantize_rows",
+            "multiply_experts",
+            "quantize_rows",
+            "multiply_experts",
+            "sum_experts",
+        ]
     assert [name for name, _ in launched] == products
     assert dict(launched)["multiply_experts"]["grid"] == ((1024 + 8 * 63) // 64, 1)
 
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_replay_routes_anew(int8: bool) -> None:
-    experts, x, compiler = random_experts(PLAIN, 48, torch.float32, 0, int8=int8), randn(5, 48), CudaGraphs(Recorder())
+    experts, x, compiler = random_experts(PLAIN, 48, torch.float32, 0, int8=int8), randn(2, 48), CudaGraphs(Recorder())
     run = compiler.compile(lambda tensors, _: OPS.moe(tensors[0] * 2, experts, tensors[0]), "bucket", [x], [2])
     for seed in range(2):
-        x.copy_(randn(5, 48, seed=seed))
+        x.copy_(randn(2, 48, seed=seed))
         assert torch.equal(run([2]), OPS.moe(x * 2, experts, x))
 
 

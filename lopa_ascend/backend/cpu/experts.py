@@ -17,7 +17,7 @@ from lopa_ascend.config import ExpertsConfig
 
 
 def route(logits: Tensor, bias: Tensor, sizes: ExpertsConfig) -> tuple[Tensor, Tensor]:
-    """The experts of each token int64 [T, per_token], and their weights float32 of the same shape; on any device.
+    """The experts of each token int64 [T, per_token], and their weights float32 of the same shape.
 
     Args:
         logits: of the router, float32 [T, E].
@@ -29,7 +29,7 @@ def route(logits: Tensor, bias: Tensor, sizes: ExpertsConfig) -> tuple[Tensor, T
         groups = ranking.unflatten(1, (sizes.num_groups, -1))
         best = groups.topk(2).values
         dropped = _ranked(best[..., 0] + best[..., 1])[:, sizes.kept_groups :]
-        is_dropped = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, dropped, value=True)
+        is_dropped = torch.zeros(groups.shape[:2], dtype=torch.bool).scatter_(1, dropped, value=True)
         ranking = groups.masked_fill(is_dropped[..., None], -torch.inf).flatten(1)
     ids = _ranked(ranking)[:, : sizes.per_token]
     weights = scores.gather(1, ids)

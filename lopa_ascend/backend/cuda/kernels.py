@@ -176,6 +176,50 @@ def multiply_int8(
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def first_best(values, number):
+    """The lowest number that has the largest value."""
+    return tl.min(tl.where(values == tl.max(values), number, values.shape[0] - 1))
+
+
+@triton.jit
+def route_rows(
+    logits, bias, ids, weights, scale,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The experts of one token, the best first, and their weights [tokens, COUNT], from the router's outputs."""
+    token = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, BLOCK)
+    is_expert = number < EXPERTS
+    logit = tl.load(logits + token * EXPERTS + number, mask=is_expert, other=0.0)
+    score = 1.0 / (1.0 + tl.exp(-logit))
+    ranking = tl.where(is_expert, score + tl.load(bias + number, mask=is_expert, other=0.0), float("-inf"))
+    if KEPT < GROUPS:
+        group = number // (EXPERTS // GROUPS)
+        sums = tl.full((BLOCK,), float("-inf"), tl.float32)  # of a group, at its number
+        for each in range(GROUPS):
+            members = tl.where(group == each, ranking, float("-inf"))
+            second = tl.max(tl.where(number == first_best(members, number), float("-inf"), members))
+            sums = tl.where(number == each, tl.max(members) + second, sums)
+        is_kept = number < 0
+        for _ in range(KEPT):
+            kept = first_best(sums, number)
+            is_kept = is_kept | (group == kept)
+            sums = tl.where(number == kept, float("-inf"), sums)
+        ranking = tl.where(is_kept, ranking, float("-inf"))
+    found, total = tl.zeros((BLOCK,), tl.float32), 0.0  # the weight of a place, at its number
+    for place in range(COUNT):
+        best = first_best(ranking, number)
+        tl.store(ids + token * COUNT + place, best)
+        weight = tl.sum(tl.where(number == best, score, 0.0))
+        found = tl.where(number == place, weight, found)
+        total += weight
+        ranking = tl.where(number == best, float("-inf"), ranking)
+    if COUNT > 1:
+        found = found / (total + 1e-20)
+    tl.store(weights + token * COUNT + number, found * scale, mask=number < COUNT)
+
+
 @triton.jit(do_not_specialize=["pairs"])
 def multiply_experts(
     x, scales, weight, weight_scales, out, order, ends, pairs, outputs, inputs,

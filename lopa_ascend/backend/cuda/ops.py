@@ -17,7 +17,6 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from lopa_ascend.backend.cpu.experts import route
 from lopa_ascend.backend.cuda import kernels
 from lopa_ascend.backend.interface import Entries, Experts, Int4Weight, RowStats
 
@@ -98,8 +97,8 @@ class CudaOps:
     def moe(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
         e, count = experts, experts.sizes.per_token
         x = x.contiguous()
-        ids, weights = route(F.linear(x.float(), e.router), e.bias, e.sizes)
-        chosen, order = ids.flatten().int().sort(stable=True)
+        ids, weights = _routed(F.linear(x.float(), e.router), e)
+        chosen, order = ids.sort(stable=True)
         numbers = torch.arange(e.sizes.num_experts, dtype=torch.int32, device=x.device)
         pairs = order, torch.searchsorted(chosen, numbers, right=True, out_int32=True)
         wide = (x, None) if e.gate_up_scale is None else self.quantize(x)
@@ -109,7 +108,7 @@ class CudaOps:
         shared = None if shared is None else shared.contiguous()
         out, (rows, size) = torch.empty_like(x), x.shape
         kernels.sum_experts[rows, triton.cdiv(size, SUMMED_COLUMNS)](
-            outputs, weights.contiguous(), shared, out, size, COUNT=count, BLOCK=SUMMED_COLUMNS
+            outputs, weights, shared, out, size, COUNT=count, BLOCK=SUMMED_COLUMNS
         )
         return out
 
@@ -318,6 +317,18 @@ class CudaOps:
             return copy
 
         return read
+
+
+def _routed(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """The experts of tokens, int32 [T * per_token], and their weights, by the router's outputs [T, E]."""
+    sizes, number = experts.sizes, logits.shape[0] * experts.sizes.per_token
+    ids, weights = logits.new_empty(number, dtype=torch.int32), logits.new_empty(number)
+    kernels.route_rows[(logits.shape[0],)](
+        logits, experts.bias, ids, weights, sizes.scale,
+        EXPERTS=sizes.num_experts, GROUPS=sizes.num_groups, KEPT=sizes.kept_groups, COUNT=sizes.per_token,
+        BLOCK=triton.next_power_of_2(sizes.num_experts), num_warps=1,
+    )  # fmt: skip
+    return ids, weights
 
 
 def _expert_products(
