@@ -98,11 +98,11 @@ class EngineConfig:
     gpu_memory_utilization: float | None = declare(
         None,
         Number(0.01, 1),
-        "share of the memory of a GPU or an NPU that a rank may hold, its weights included; the KV pages get what that "
-        "leaves; not with `kv_cache_memory`",
+        "share of the whole memory of a GPU or an NPU up to which a rank may use it, weights included; not with "
+        "`kv_cache_memory`",
         group=Section.ENGINE,
         metavar="SHARE",
-        default_text="what is free at start",
+        default_text="all that is free",
     )
     max_num_seqs: int = declare(
         32,
