@@ -220,9 +220,9 @@ def route_rows(
     tl.store(weights + token * COUNT + number, found * scale, mask=number < COUNT)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit
 def multiply_experts(
-    x, scales, weight, weight_scales, out, order, ends, pairs, outputs, inputs,
+    x, scales, weight, weight_scales, out, order, ends, outputs, inputs,
     SHARE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip

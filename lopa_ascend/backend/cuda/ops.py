@@ -352,7 +352,7 @@ def _expert_products(
     most_tiles = (count + min(number, count) * (EXPERT_ROWS - 1)) // EXPERT_ROWS
     blocks = {"BLOCK_ROWS": EXPERT_ROWS, "BLOCK_OUTPUTS": 128, "BLOCK_INPUTS": 128 // rows.element_size()}
     kernels.multiply_experts[most_tiles, triton.cdiv(outputs, 128)](
-        rows, scales, *weight, out, order, ends, count, outputs, inputs,
+        rows, scales, *weight, out, order, ends, outputs, inputs,
         SHARE=share, EXPERTS=number, BLOCK_EXPERTS=triton.next_power_of_2(number), **blocks, num_warps=8, num_stages=3,
     )  # fmt: skip
     return out
