@@ -23,7 +23,8 @@ from tests.torch.paging import randn
 from tests.torch.test_experts import PLAIN, random_experts, random_sizes
 
 OPS = CudaOps(torch.device("cpu"))
-CASES = sorted(path.name for path in (golden.FOLDER / "models" / "llada2").glob("v2*"))
+CASES = ["v20_b4_p12", "v20_b8_eos_early", "v21_budget1_b8"]
+"""Of both models and decodings; the CPU's tests run all."""
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -100,7 +101,7 @@ def test_a_replay_routes_anew(int8: bool) -> None:
         assert torch.equal(run([2]), OPS.moe(x * 2, experts, x))
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, ["v20_b4_p12"]))
+@pytest.mark.parametrize("case", slow_but(CASES, CASES[:1]))
 def test_golden_cases(case: str) -> None:
     found = Case.read(golden.FOLDER / "models" / "llada2" / case / "trace.json")
     options = {"graph_mode": "eager", "dtype": "float32", "max_num_seqs": 1, "enable_prefix_caching": False}
