@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,13 +17,28 @@ if TYPE_CHECKING:  # the HTTP process asks for facts, and has no torch
     from lopa_ascend.backend.interface import Ops, Profiler
 
 
+TIMEOUT = 20.0
+"""Seconds for an answer of one command; npu-smi may hang where a die does."""
+
+Ask = Callable[[Sequence[str]], str]
+"""Runs a command, and returns what it prints. Raises OSError or subprocess.SubprocessError if it cannot."""
+
+
+def ask(command: Sequence[str]) -> str:
+    """See ``Ask``."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=True)
+    return done.stdout
+
+
 class Gauge(NamedTuple):
-    """What is measured of each die of a machine."""
+    """What is measured of each die or GPU of a machine."""
 
     name: str
     text: str
-    values: Mapping[int, int | None]
-    """By the die's number; None: not known."""
+    values: Mapping[int, float | None]
+    """By its number; None: not known."""
+    label: str = "die"
+    """What the number is called."""
 
 
 class Device(ABC):
@@ -32,8 +48,6 @@ class Device(ABC):
     """As the setting ``device`` calls it."""
     resource: str
     """What Ray calls that of which a rank needs some."""
-    has_experts = True
-    """Whether ``Ops`` computes mixtures of experts."""
     has_int4 = False
     """Whether ``Ops`` multiplies int4 weights."""
     has_layouts = False
@@ -45,7 +59,7 @@ class Device(ABC):
     tables of the step."""
 
     def read_health(self) -> Sequence[Gauge]:
-        """Measures this machine's dies, which may take seconds. Raises OSError, subprocess.SubprocessError or
+        """Measures this machine's dies or GPUs, which may take seconds. Raises OSError, subprocess.SubprocessError or
         ValueError if nothing can be known."""
         return ()
 
@@ -89,14 +103,27 @@ class Device(ABC):
         """Bytes that this process can allocate: on an NPU or a GPU that it has to itself, or as one of ``ranks``
         processes that share the memory of a CPU. What torch has cached on the device is given back first."""
 
-    def kv_memory(self, ranks: int, reserved: int = 0) -> int:
-        """Bytes of one rank's KV pool, once its weights are loaded: of what is free beside ``reserved`` bytes, one half
-        of a CPU's, at most 4 GiB, or four fifths: activations, graphs and collectives need the rest."""
-        free = max(0, self.free_memory(ranks) - reserved)
+    def held_memory(self) -> tuple[int, int]:
+        """Bytes that this process holds on its NPU or GPU, and those that this has in all."""
+        raise NotImplementedError("tensors lie in the memory of the CPU")
+
+    def usable_memory(self, ranks: int, share: float | None = None) -> int:
+        """``free_memory``, but with a share of the device's whole memory at most what this process lacks of it."""
+        free = self.free_memory(ranks)
+        if share is None:
+            return free
+        held, total = self.held_memory()
+        return max(0, min(free, int(total * share) - held))
+
+    def kv_memory(self, ranks: int, reserved: int = 0, share: float | None = None) -> int:
+        """Bytes of one rank's KV pool, once its weights are loaded: of what is usable beside ``reserved`` bytes, one
+        half of a CPU's, at most 4 GiB, or four fifths: activations, graphs and collectives need the rest."""
+        free = max(0, self.usable_memory(ranks, share) - reserved)
         return min(memory.MAX_KV_MEMORY, free // 2) if self.on_host else free * 4 // 5
 
-    def check_memory(self, needed: int, ranks: int) -> None:  # noqa: B027  # few devices do
-        """Raises a ParameterError if the device cannot hold the weights of a rank, of ``needed`` bytes."""
+    def check_memory(self, needed: int, ranks: int, share: float | None = None) -> None:  # noqa: B027  # few devices do
+        """Raises a ParameterError if the device cannot hold the weights of a rank, of ``needed`` bytes, in a share of
+        its memory."""
 
     # ---- computing -------------------------------------------------------------------------------------------------
 
@@ -104,9 +131,12 @@ class Device(ABC):
         """Opens the device as ``open`` does, and loads its fused ops.
 
         Raises:
-            ParameterError, UnsupportedStackError: as ``open``; or the device has no such ``attention_layout``, or its
-                software cannot run the graph mode.
+            ParameterError, UnsupportedStackError: as ``open``; or the device has no such ``attention_layout``, no
+                memory of its own for ``gpu_memory_utilization``, or its software cannot run the graph mode.
         """
+        if config.gpu_memory_utilization is not None and self.on_host:
+            message = "needs a GPU or an NPU: here the memory is that of the machine; choose kv_cache_memory"
+            raise ParameterError("gpu_memory_utilization", message)
         if config.attention_layout != EngineConfig.attention_layout and not self.has_layouts:
             message = f"is for device {_those_with('has_layouts')}, and this is device {self.name}"
             raise ParameterError("attention_layout", message)
@@ -126,9 +156,6 @@ class Device(ABC):
         Raises:
             ParameterError: the model, or a setting, does not go with the device.
         """
-        if model.experts is not None and not self.has_experts:
-            message = f"{path} has experts, for which device {self.name} has no kernels"
-            raise ParameterError("model", f"{message}; choose {_those_with('has_experts')}")
         return ()
 
     def check_int4(self, param: str, value: str) -> None:

@@ -95,6 +95,15 @@ class EngineConfig:
         default_text="what the other limits can use; at most 4GiB and half of the free memory, or on an NPU or a "
         "GPU four fifths of the memory that is free beside the weights and the scores of the largest graph",
     )
+    gpu_memory_utilization: float | None = declare(
+        None,
+        Number(0.01, 1),
+        "share of the whole memory of a GPU or an NPU up to which a rank may use it, weights included; not with "
+        "`kv_cache_memory`",
+        group=Section.ENGINE,
+        metavar="SHARE",
+        default_text="all that is free",
+    )
     max_num_seqs: int = declare(
         32,
         Integer(1),
@@ -201,6 +210,8 @@ class EngineConfig:
             message = f"unknown value {self.graph_mode!r} for device {self.device}; choose one of {', '.join(modes)}"
             raise ParameterError("graph_mode", message)
         check_window_attention(self.graph_params.window_attention, self.branch_parallel_size, self.graph_mode)
+        if self.gpu_memory_utilization is not None and self.kv_cache_memory is not None:
+            raise ParameterError("gpu_memory_utilization", "does not go with kv_cache_memory; leave out one of them")
         if self.quantization_exclude and self.quantization is None:
             raise ParameterError("quantization_exclude", "needs quantization")
         if self.quantization is not None:

@@ -31,7 +31,7 @@ try:
     device.open()
 except (ValueError, RuntimeError) as error:
     sys.exit(str(error))
-print(device.free_memory(1))
+print(device.usable_memory(1, float(sys.argv[2]) if sys.argv[2:] else None))
 """
 
 
@@ -150,11 +150,11 @@ def _need(engine: EngineConfig, found: _Found) -> _Need:
     positions = engine.longest_sequence(model)
     pages = engine.kv_cache_memory or pages_for(positions) * page_bytes(model.kv_shape(tp), item)
     form = found.form or (engine.quantization and ("int4" if engine.group_size else "int8"))
-    step = _step_bytes(model, engine.batched_tokens(positions), item, tp)
+    step = step_bytes(model, engine.batched_tokens(positions), item, tp)
     return _Need(weights, pages, step, positions, f"{dtype} and {form}" if form else dtype)
 
 
-def _step_bytes(model: ModelConfig, tokens: int, item: int, tp: int) -> int:
+def step_bytes(model: ModelConfig, tokens: int, item: int, tp: int) -> int:
     """Bytes of what a step holds beside weights and pages at most: of a layer the residual, its norm and what goes
     into and out of the widest linear layers; and a piece of the logits with its statistics."""
     sizes = sizes_of(model)
@@ -174,7 +174,8 @@ def _free_memory(engine: EngineConfig) -> int:
     device = find_device(engine.device)
     if device.on_host:
         return device.free_memory(engine.world_size)
-    asked = subprocess.run([sys.executable, "-c", _ASK_DEVICE, engine.device], capture_output=True, text=True)
+    share = [] if engine.gpu_memory_utilization is None else [str(engine.gpu_memory_utilization)]
+    asked = subprocess.run([sys.executable, "-c", _ASK_DEVICE, engine.device, *share], capture_output=True, text=True)
     if asked.returncode:
         raise ParameterError(
             "device", f"{engine.device} cannot be asked for its memory: {asked.stderr.strip().splitlines()[-1]}"

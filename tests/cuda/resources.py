@@ -1,5 +1,6 @@
-"""Compiles the kernels of a step of Dream-7B and of SDAR-8B for three generations of GPUs, without a GPU, and says what
-they take: `python -m tests.cuda.resources` prints JSON, a list with an object for each kernel and generation.
+"""Compiles the kernels of a step of Dream-7B, of SDAR-8B and of LLaDA2.0-mini's experts for three generations of GPUs,
+without a GPU, and says what they take: `python -m tests.cuda.resources` prints JSON, a list with an object for each
+kernel and generation.
 
 The calls are those that ``CudaOps`` makes: it runs here on tensors of the CPU whose content does not matter, while
 launches are noted instead of made.
@@ -26,7 +27,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, native_specialize_impl
 
 from lopa_ascend.backend.cuda.ops import CudaOps
-from lopa_ascend.backend.interface import Entries
+from lopa_ascend.backend.interface import Entries, Experts
+from lopa_ascend.config import ExpertsConfig
 from lopa_ascend.kv.pages import PAGE_SIZE
 
 ARCHITECTURES = (80, 90, 100)
@@ -34,6 +36,10 @@ ARCHITECTURES = (80, 90, 100)
 DTYPE = torch.bfloat16
 MODELS = {"Dream-7B": (3584, 18944, 28, 4, 128, 152064), "SDAR-8B": (4096, 12288, 32, 8, 128, 151936)}
 """Hidden size, intermediate size, query heads, KV heads, head dimension, vocabulary."""
+EXPERTS = ExpertsConfig(
+    num_experts=256, per_token=8, num_groups=8, kept_groups=4, scale=2.5, inner=512, shared_inner=512, first_layer=1
+)
+"""Of LLaDA2.0-mini, whose hidden size is 2048."""
 TOKENS = 64
 Call = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
@@ -89,6 +95,16 @@ def step(ops: CudaOps, sizes: tuple[int, int, int, int, int, int]) -> None:
         ops.row_stats(empty(TOKENS, vocabulary), empty(vocabulary).float(), confidence)
 
 
+def experts(ops: CudaOps, dtype: torch.dtype) -> None:
+    """A mixture of experts whose weights have a dtype."""
+    sizes, hidden = EXPERTS, 2048
+    number, inner, scale = sizes.num_experts, sizes.inner, dtype == torch.int8
+    gate_up, down = torch.empty(number, 2 * inner, hidden, dtype=dtype), torch.empty(number, hidden, inner, dtype=dtype)
+    scales = [torch.empty(weight.shape[:2]) if scale else None for weight in (gate_up, down)]
+    x = torch.zeros(TOKENS, hidden, dtype=DTYPE)
+    ops.moe(x, Experts(sizes, torch.zeros(number, hidden), torch.zeros(number), gate_up, down, *scales), x)
+
+
 def source_of(call: Call) -> tuple[ASTSource, dict[str, Any]]:
     """What Triton compiles for a call, with its specialisations, and the options of the launch."""
     kernel, args, options = call
@@ -136,8 +152,9 @@ def compiled(call: Call, architecture: int) -> dict[str, Any]:
 
 def main() -> None:
     calls: dict[str, Call] = {}
-    for sizes in MODELS.values():
-        for call in calls_of(partial(step, sizes=sizes)):
+    runs = [partial(step, sizes=sizes) for sizes in MODELS.values()]
+    for run in runs + [partial(experts, dtype=dtype) for dtype in (DTYPE, torch.int8)]:
+        for call in calls_of(run):
             source, options = source_of(call)
             calls.setdefault(f"{source.hash()} {options}", call)
     jobs = [(call, architecture) for call in calls.values() for architecture in ARCHITECTURES]

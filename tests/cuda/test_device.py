@@ -12,8 +12,6 @@ from lopa_ascend import LLM
 from lopa_ascend.backend.cuda import DEVICE, INTERPRETED, Cuda, check_capability, driver_version
 from lopa_ascend.config import ParameterError
 
-MODELS = Path(__file__).parents[1] / "data" / "golden" / "models"
-
 
 def test_a_torch_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(INTERPRETED)
@@ -42,12 +40,11 @@ def test_a_gpu_without_room_for_the_weights_is_refused(monkeypatch: pytest.Monke
         ParameterError, match=r"device: the weights of a rank take .* MiB, and the GPU has 1.0 MiB free"
     ):
         LLM(device="cuda", graph_mode="eager")
-
-
-def test_a_model_with_experts_is_refused() -> None:
-    model = str(MODELS / "llada2" / "model_a")
-    with pytest.raises(ParameterError, match=r"model_a has experts, for which device cuda has no kernels; choose cpu"):
-        LLM(model, device="cuda", graph_mode="eager")
+    monkeypatch.setattr(Cuda, "held_memory", lambda *_: (0, 2**20))
+    with pytest.raises(
+        ParameterError, match=r"gpu_memory_utilization: the weights .* a share of 0\.5 leaves it 512.0 KiB"
+    ):
+        Cuda().check_memory(2**20, 1, 0.5)
 
 
 # ---- on a machine with a GPU -----------------------------------------------------------------------------------------
@@ -122,3 +119,10 @@ def test_profiles_of_a_gpu_have_its_kernels() -> None:
 
 def test_profiles_of_interpreted_kernels_are_those_of_a_cpu() -> None:
     assert DEVICE.profiler.activities == ()
+
+
+def test_interpreted_kernels_have_no_share_of_a_gpu() -> None:
+    with pytest.raises(
+        ParameterError, match="gpu_memory_utilization: needs a GPU or an NPU: .* choose kv_cache_memory"
+    ):
+        LLM(device="cuda", graph_mode="eager", gpu_memory_utilization=0.9)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lopa_ascend.backend import memory
-from lopa_ascend.backend.device import Device
+from lopa_ascend.backend.cuda.health import gauges
+from lopa_ascend.backend.device import Device, Gauge, ask
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.config.kinds import format_size
 
@@ -32,7 +33,10 @@ DRIVER = Path("/proc/driver/nvidia/version")
 class Cuda(Device):
     """An NVIDIA GPU, or a CPU on which Triton interprets the kernels."""
 
-    name, resource, has_experts = "cuda", "GPU", False
+    name, resource = "cuda", "GPU"
+
+    def read_health(self) -> Sequence[Gauge]:
+        return () if self.on_host else gauges(ask)
 
     def open(self) -> None:
         # Sums and products are rounded one by one, as the definitions of the ops have it.
@@ -84,13 +88,24 @@ class Cuda(Device):
         free: int = torch.cuda.mem_get_info()[0]
         return free
 
-    def check_memory(self, needed: int, ranks: int) -> None:
-        if needed > (free := self.free_memory(ranks)):
+    def held_memory(self) -> tuple[int, int]:
+        import torch
+
+        return torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
+
+    def check_memory(self, needed: int, ranks: int, share: float | None = None) -> None:
+        if needed > (free := self.usable_memory(ranks, share)):
+            param, usable = "device", f"the GPU has {format_size(free)} free"
+            if share is not None:
+                param, usable = (
+                    "gpu_memory_utilization",
+                    f"a share of {share:g} leaves it {format_size(free)} of the GPU",
+                )
             message = (
-                f"the weights of a rank take {format_size(needed)}, and the GPU has {format_size(free)} free; choose a "
-                "larger tensor_parallel_size, or quantization w8a8"
+                f"the weights of a rank take {format_size(needed)}, and {usable}; choose a larger "
+                "tensor_parallel_size, or quantization w8a8"
             )
-            raise ParameterError("device", message)
+            raise ParameterError(param, message)
 
     def _load_ops(self, config: EngineConfig) -> Ops:
         import torch

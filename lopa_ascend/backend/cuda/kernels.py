@@ -173,6 +173,115 @@ def multiply_int8(
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def first_best(values, number):
+    """The lowest number that has the largest value."""
+    return tl.min(tl.where(values == tl.max(values), number, values.shape[0] - 1))
+
+
+@triton.jit
+def route_rows(
+    logits, bias, ids, weights, scale,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The experts of one token, the best first, and their weights [tokens, COUNT], from the router's outputs."""
+    token = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, BLOCK)
+    is_expert = number < EXPERTS
+    logit = tl.load(logits + token * EXPERTS + number, mask=is_expert, other=0.0)
+    score = 1.0 / (1.0 + tl.exp(-logit))
+    ranking = tl.where(is_expert, score + tl.load(bias + number, mask=is_expert, other=0.0), float("-inf"))
+    if KEPT < GROUPS:
+        group = number // (EXPERTS // GROUPS)
+        sums = tl.full((BLOCK,), float("-inf"), tl.float32)  # of a group, at its number
+        for each in range(GROUPS):
+            members = tl.where(group == each, ranking, float("-inf"))
+            second = tl.max(tl.where(number == first_best(members, number), float("-inf"), members))
+            sums = tl.where(number == each, tl.max(members) + second, sums)
+        is_kept = number < 0
+        for _ in range(KEPT):
+            kept = first_best(sums, number)
+            is_kept = is_kept | (group == kept)
+            sums = tl.where(number == kept, float("-inf"), sums)
+        ranking = tl.where(is_kept, ranking, float("-inf"))
+    found, total = tl.zeros((BLOCK,), tl.float32), 0.0  # the weight of a place, at its number
+    for place in range(COUNT):
+        best = first_best(ranking, number)
+        tl.store(ids + token * COUNT + place, best)
+        weight = tl.sum(tl.where(number == best, score, 0.0))
+        found = tl.where(number == place, weight, found)
+        total += weight
+        ranking = tl.where(number == best, float("-inf"), ranking)
+    if COUNT > 1:
+        found = found / (total + 1e-20)
+    tl.store(weights + token * COUNT + number, found * scale, mask=number < COUNT)
+
+
+@triton.jit
+def multiply_experts(
+    x, scales, weight, weight_scales, out, order, ends, outputs, inputs,
+    SHARE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+):  # fmt: skip
+    """A tile of the products of pairs of a token and an expert, with the transpose of that expert's weight [outputs,
+    inputs]. A tile has pairs of one expert; its row of x is that of the pair / SHARE, its row of ``out`` the pair's.
+
+    scales: of the rows of x, float32, if x and the weight are int8; then ``weight_scales`` are [EXPERTS, outputs].
+    order: the pairs, sorted by expert [pairs].
+    ends: how many pairs the experts up to each have together, int32 [EXPERTS]. They lie on the device, so the grid has
+        as many programs as there can be tiles, and those without a tile return.
+    """
+    number = tl.arange(0, BLOCK_EXPERTS)
+    is_expert = number < EXPERTS
+    end = tl.load(ends + number, mask=is_expert, other=0)
+    count = end - tl.load(ends + number - 1, mask=is_expert & (number > 0), other=0)
+    tiles = tl.cumsum((count + BLOCK_ROWS - 1) // BLOCK_ROWS)
+    is_before = tiles <= tl.program_id(0)
+    expert = tl.sum(is_before.to(tl.int32))
+    if expert >= EXPERTS:
+        return
+    tile = tl.program_id(0) - tl.max(tl.where(is_before, tiles, 0))
+    row = tl.max(tl.where(is_before, end, 0)) + tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_pair = row < tl.load(ends + expert)
+    pair = tl.load(order + row, mask=is_pair, other=0).to(tl.int64)
+    output = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    step = tl.arange(0, BLOCK_INPUTS)
+    at_output = expert.to(tl.int64) * outputs + output
+    a = x + (pair // SHARE)[:, None] * inputs + step[None, :]
+    b = weight + at_output[None, :] * inputs + step[:, None]
+    total = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32 if scales is None else tl.int32)
+    for begin in range(0, inputs, BLOCK_INPUTS):
+        left = inputs - begin
+        value = tl.load(a + begin, mask=is_pair[:, None] & (step[None, :] < left), other=0)
+        w = tl.load(b + begin, mask=(output[None, :] < outputs) & (step[:, None] < left), other=0)
+        total = tl.dot(value, w, total, input_precision="ieee", out_dtype=total.dtype)
+    if scales is not None:
+        by_output = tl.load(weight_scales + at_output, mask=output < outputs, other=0.0)
+        by_row = tl.load(scales + pair // SHARE, mask=is_pair, other=0.0)
+        total = total.to(tl.float32) * by_output[None, :] * by_row[:, None]
+    inside = is_pair[:, None] & (output[None, :] < outputs)
+    tl.store(out + pair[:, None] * outputs + output[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sum_experts(outputs, weights, shared, out, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of the weighted sum of a token's COUNT outputs, one after another, and of ``shared``."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for place in range(COUNT):
+        pair = token * COUNT + place
+        value = tl.load(outputs + pair * size + column, mask=inside, other=0.0).to(tl.float32)
+        total += value * tl.load(weights + pair)
+    if shared is not None:
+        total += tl.load(shared + token * size + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
+
+
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -31,6 +32,11 @@ QUERY_ROWS = 64
 bits of a query do not depend on the entries beside it."""
 KEYS = 64
 """Keys of a tile of attention."""
+EXPERT_ROWS = 64
+"""Rows of a tile of experts, whatever the number of tokens: so the bits of a row do not depend on the others. In a
+decoding step an expert has fewer, and its weights take longer to read than the tile to multiply."""
+SUMMED_COLUMNS = 1024
+"""Columns of a program that adds up experts."""
 LEAST_DIM = 16
 """Smallest sides of a matrix product in Triton."""
 ROW_COUNTS = (1, 8, 32, 64, 128, 256, 512)
@@ -87,10 +93,25 @@ class CudaOps:
         raise NotImplementedError("int4 weights are refused before they are read")
 
     def stored_experts(self, experts: Experts) -> Experts:
-        raise NotImplementedError("models with experts are refused before their weights are read")
+        return replace(experts, gate_up=experts.gate_up.contiguous(), down=experts.down.contiguous())
 
     def moe(self, x: Tensor, experts: Experts, shared: Tensor | None = None) -> Tensor:
-        raise NotImplementedError("models with experts are refused before their weights are read")
+        e, count = experts, experts.sizes.per_token
+        x = x.contiguous()
+        ids, weights = _routed(F.linear(x.float(), e.router), e)
+        chosen, order = ids.sort(stable=True)
+        numbers = torch.arange(e.sizes.num_experts, dtype=torch.int32, device=x.device)
+        pairs = order, torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+        wide = (x, None) if e.gate_up_scale is None else self.quantize(x)
+        gate_up = _expert_products(wide, (e.gate_up, e.gate_up_scale), pairs, count, x.dtype)
+        narrow = (self.swiglu(gate_up), None) if e.down_scale is None else self.swiglu_quant(gate_up)
+        outputs = _expert_products(narrow, (e.down, e.down_scale), pairs, 1, x.dtype)
+        shared = None if shared is None else shared.contiguous()
+        out, (rows, size) = torch.empty_like(x), x.shape
+        kernels.sum_experts[rows, triton.cdiv(size, SUMMED_COLUMNS)](
+            outputs, weights, shared, out, size, COUNT=count, BLOCK=SUMMED_COLUMNS
+        )
+        return out
 
     def settle(self, weights: Iterable[Tensor]) -> str:
         """Tries whether the library rounds a row alike among different numbers of rows; it decides nothing."""
@@ -297,6 +318,45 @@ class CudaOps:
             return copy
 
         return read
+
+
+def _routed(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """The experts of tokens, int32 [T * per_token], and their weights, by the router's outputs [T, E]."""
+    sizes, number = experts.sizes, logits.shape[0] * experts.sizes.per_token
+    ids, weights = logits.new_empty(number, dtype=torch.int32), logits.new_empty(number)
+    kernels.route_rows[(logits.shape[0],)](
+        logits, experts.bias, ids, weights, sizes.scale,
+        EXPERTS=sizes.num_experts, GROUPS=sizes.num_groups, KEPT=sizes.kept_groups, COUNT=sizes.per_token,
+        BLOCK=triton.next_power_of_2(sizes.num_experts), num_warps=1,
+    )  # fmt: skip
+    return ids, weights
+
+
+def _expert_products(
+    x: tuple[Tensor, Tensor | None],
+    weight: tuple[Tensor, Tensor | None],
+    pairs: tuple[Tensor, Tensor],
+    share: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """A row for each pair of a token and an expert -> [pairs, outputs].
+
+    Args:
+        x: a row for ``share`` pairs that follow one another, and its scale if it is int8.
+        weight: of all experts [E, outputs, inputs], and the scales of its outputs if it is int8.
+        pairs: ``order`` and ``ends`` of ``kernels.multiply_experts``.
+    """
+    (rows, scales), (order, ends) = x, pairs
+    number, outputs, inputs = weight[0].shape
+    count = len(order)
+    out = rows.new_empty(count, outputs, dtype=dtype)
+    most_tiles = (count + min(number, count) * (EXPERT_ROWS - 1)) // EXPERT_ROWS
+    blocks = {"BLOCK_ROWS": EXPERT_ROWS, "BLOCK_OUTPUTS": 128, "BLOCK_INPUTS": 128 // rows.element_size()}
+    kernels.multiply_experts[most_tiles, triton.cdiv(outputs, 128)](
+        rows, scales, *weight, out, order, ends, outputs, inputs,
+        SHARE=share, EXPERTS=number, BLOCK_EXPERTS=triton.next_power_of_2(number), **blocks, num_warps=8, num_stages=3,
+    )  # fmt: skip
+    return out
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:

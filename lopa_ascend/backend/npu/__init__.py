@@ -62,6 +62,11 @@ class Npu(Device):
         free: int = npu.mem_get_info()[0]
         return free
 
+    def held_memory(self) -> tuple[int, int]:
+        from torch_npu import npu
+
+        return npu.memory_reserved(), npu.mem_get_info()[1]
+
     def _load_ops(self, config: EngineConfig) -> Ops:
         check_installed(config.graph_mode)
         check_environment(os.environ, config.graph_mode)
