@@ -1,7 +1,7 @@
 """A decoder like Qwen2 or Qwen3 in fused ops: the forward pass that all built-in families share.
 
 A family lists its weights; which of them there are decides what a layer computes: biases, norms of queries and keys, or
-experts in place of the MLP, beside one that all tokens take. Any of the linear layers of a layer may be int8;
+experts in place of the MLP, beside one that all tokens take. Any of the linear layers of a layer may be int8 or fp8;
 it then has a ``weight_scale`` of each output beside its ``weight``, and its activations are quantised when it runs.
 An int4 one has a scale of each output and group of inputs, and perhaps a ``weight_zero``; its activations are int8 too.
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lopa_ascend.backend.interface import Experts, Int4Weight, Ops
+from lopa_ascend.backend.interface import FP8, Experts, Int4Weight, Ops
 from lopa_ascend.config import ExpertsConfig, ModelConfig, YarnConfig
 from lopa_ascend.families import Family, Row
 from lopa_ascend.families.table import DRAFTS, LORA_A, LORA_B, SCALE, ZERO
@@ -37,7 +37,7 @@ EXPERTS = {
 }
 """The tensors of ``Experts`` by our names, in a layer."""
 Rows = Tensor | tuple[Tensor, Tensor]
-"""Activations [T, in], or their int8 codes [T, in] and scales, float32 [T]."""
+"""Activations [T, in], or their codes [T, in], int8 or FP8, and scales, float32 [T]."""
 
 
 class Decoder:
@@ -62,6 +62,7 @@ class Decoder:
         self._rope_unit = _rope_unit(config.yarn, num_positions)
         rows = {spec.ours: spec.row for spec in family.tensors(config).specs.values()}
         int4 = [name for name, weight in weights.items() if weight.dtype == torch.uint8 and not name.endswith(ZERO)]
+        self._codes = FP8 if any(weight.dtype == FP8 for weight in weights.values()) else torch.int8
         own = {name: self._stored(name, weights.pop(name), rows) for name in list(weights)}
         embed = own["embed.weight"]
         self.weights: Mapping[str, Tensor] = own
@@ -86,7 +87,9 @@ class Decoder:
         if row.is_summed and self.tp.rank:
             weight.zero_()
         weight = self._with_halves(name, weight)
-        if self._rope_unit != 1 and name.split(".")[-2].startswith("qkv") and weight.is_floating_point():
+        # Of quantised weights the scales.
+        is_wide = weight.is_floating_point() and weight.dtype != FP8
+        if self._rope_unit != 1 and name.split(".")[-2].startswith("qkv") and is_wide:
             weight = weight * self._rope_unit
         if row.each:  # of all experts, whose rows lie one after another
             assert self.config.experts is not None
@@ -245,38 +248,40 @@ class Decoder:
     def _norm(self, x: Tensor, norm: str, reader: str) -> Rows:
         """A norm of x, as the linear layer ``reader`` takes it."""
         weight, eps = self.weights[norm + ".weight"], self.config.rms_norm_eps
-        return self.ops.rms_norm_quant(x, weight, eps) if self._is_int8(reader) else self.ops.rms_norm(x, weight, eps)
+        if not self._takes_codes(reader):
+            return self.ops.rms_norm(x, weight, eps)
+        return self.ops.rms_norm_quant(x, weight, eps, self._codes)
 
     def _add_norm(self, x: Tensor, residual: Tensor, norm: str, reader: str) -> tuple[Rows, Tensor]:
         """A norm of x + residual, as the linear layer ``reader`` takes it, and x + residual."""
         weight, eps = self.weights[norm + ".weight"], self.config.rms_norm_eps
-        if not self._is_int8(reader):
+        if not self._takes_codes(reader):
             return self.ops.add_rms_norm(x, residual, weight, eps)
-        codes, scale, total = self.ops.add_rms_norm_quant(x, residual, weight, eps)
+        codes, scale, total = self.ops.add_rms_norm_quant(x, residual, weight, eps, self._codes)
         return (codes, scale), total
 
     def _gated(self, x: Rows, name: str, reader: str) -> Rows:
         """SwiGLU of a linear layer, as the linear layer ``reader`` takes it."""
-        if not self._is_int8(reader):
+        if not self._takes_codes(reader):
             return self.ops.swiglu(self._linear(x, name))
         weight, scale = self.weights[name + ".weight"], self.weights.get(name + ".weight_scale")
-        if scale is None or weight.dtype != torch.int8 or name + ".bias" in self.weights:
-            return self.ops.swiglu_quant(self._linear(x, name))
-        rows = self.ops.quantize(x) if isinstance(x, Tensor) else x
+        if scale is None or name + ".weight" in self._int4 or name + ".bias" in self.weights:
+            return self.ops.swiglu_quant(self._linear(x, name), self._codes)
+        rows = self.ops.quantize(x, self._codes) if isinstance(x, Tensor) else x
         return self.ops.quant_swiglu(*rows, weight, scale, self.head.dtype)
 
-    def _is_int8(self, name: str) -> bool:
-        """Whether a linear layer takes int8 activations."""
+    def _takes_codes(self, name: str) -> bool:
+        """Whether a linear layer takes quantised activations."""
         return name + ".weight_scale" in self.weights
 
     def _linear(self, x: Rows, name: str) -> Tensor:
-        """A linear layer of this rank; if it is int8 or int4, its activations were quantised before or are here."""
+        """A linear layer of this rank; if it is quantised, its activations were quantised before or are here."""
         weight, bias = self.weights[name + ".weight"], self.weights.get(name + ".bias")
         weight_scale = self.weights.get(name + ".weight_scale")
         if weight_scale is None:
             assert isinstance(x, Tensor)
             return self.ops.linear(x, weight, bias)
-        codes, scale = self.ops.quantize(x) if isinstance(x, Tensor) else x
+        codes, scale = self.ops.quantize(x, self._codes) if isinstance(x, Tensor) else x
         int4 = self._int4.get(name + ".weight")
         if int4 is not None:
             return self.ops.int4_linear(codes, scale, int4, bias, self.head.dtype)

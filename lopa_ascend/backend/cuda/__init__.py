@@ -7,12 +7,13 @@ needs no GPU, and is slow: that is how its tests run.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lopa_ascend.backend import memory
 from lopa_ascend.backend.device import Device
-from lopa_ascend.config import EngineConfig, ParameterError
+from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.config.kinds import format_size
 
 if TYPE_CHECKING:
@@ -21,13 +22,17 @@ if TYPE_CHECKING:
 
 CAPABILITY = (8, 0)
 """The oldest compute capability: the first one that multiplies bfloat16."""
+FP8_CAPABILITIES = (8, 9), (9, 0), (10, 0)
+"""Those for which torch multiplies float8 with a scale for each row and output (RTX 40 and L40S, H100, B200)."""
+FP8_MULTIPLE = 16
+"""What it needs the inputs and outputs of a weight to be multiples of."""
 INTERPRETED = "TRITON_INTERPRET"
 
 
 class Cuda(Device):
     """An NVIDIA GPU, or a CPU on which Triton interprets the kernels."""
 
-    name, resource, has_experts = "cuda", "GPU", False
+    name, resource, has_experts, codes = "cuda", "GPU", False, ("int8", "fp8")
 
     def open(self) -> None:
         # Sums and products are rounded one by one, as the definitions of the ops have it.
@@ -53,6 +58,24 @@ class Cuda(Device):
             raise ParameterError("device", message)
         check_capability(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
         torch.cuda.set_device(index)
+
+    def check_model(self, config: EngineConfig, model: ModelConfig, path: Path, *, codes: str | None) -> Sequence[str]:
+        if codes == "fp8":
+            _check_fp8(model, config.tensor_parallel_size, str(path))
+        return super().check_model(config, model, path, codes=codes)
+
+    def checked_ops(
+        self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool, codes: str | None
+    ) -> tuple[Ops, str]:
+        if codes == "fp8" and not self.on_host:
+            import torch
+
+            name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+            if capability not in FP8_CAPABILITIES:
+                found, *needed = (".".join(map(str, version)) for version in (capability, *FP8_CAPABILITIES))
+                message = f"fp8 weights need a GPU of compute capability {' or '.join(needed)}, and {name} has {found}"
+                raise ParameterError("device", f"{message}; choose quantization w8a8 of the float checkpoint")
+        return super().checked_ops(ops, config, model, max_keys, is_causal=is_causal, codes=codes)
 
     @property
     def collectives(self) -> str:
@@ -111,6 +134,21 @@ def check_capability(name: str, capability: tuple[int, int]) -> None:
     if capability < CAPABILITY:
         found, needed = (".".join(map(str, version)) for version in (capability, CAPABILITY))
         raise _refusal(f"{name} has compute capability {found}", f"it needs {needed} (A100) or newer")
+
+
+def _check_fp8(model: ModelConfig, ranks: int, path: str) -> None:
+    """Refuses a model that the products of float8 do not take.
+
+    Raises:
+        ParameterError: says why.
+    """
+    if model.dtype != "bfloat16":
+        raise ParameterError("dtype", f"fp8 weights on device cuda need dtype bfloat16, got {model.dtype}")
+    heads, kv_heads = model.local_heads(ranks), model.local_kv_heads(ranks)
+    sizes = model.hidden_size, model.intermediate_size // ranks, *(n * model.head_dim for n in (heads, 2 * kv_heads))
+    if any(size % FP8_MULTIPLE for size in sizes):
+        found = f"on each of {ranks} ranks {path} has layers of {', '.join(map(str, sizes))} inputs or outputs"
+        raise ParameterError("model", f"{found}; fp8 weights on device cuda need multiples of {FP8_MULTIPLE}")
 
 
 def _refusal(found: str, remedy: str) -> ParameterError:

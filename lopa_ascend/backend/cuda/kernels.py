@@ -20,11 +20,21 @@ def magnitudes(x):
 
 
 @triton.jit
-def as_codes(x, scale):
-    """x / scale as int8, rounded half to even: beside 1.5 * 2^23 a float32 has no room for a fraction."""
+def scale_of(largest, codes):
+    """The scale of a row whose largest magnitude is given, in the number format of a tensor of codes."""
+    return tl.div_rn(largest, 127.0 if codes.dtype.element_ty == tl.int8 else 448.0)
+
+
+@triton.jit
+def as_codes(x, scale, codes):
+    """x / scale in the number format of ``codes``, rounded half to even: as int8, because beside 1.5 * 2^23 a float32
+    has no room for a fraction; as float8 e4m3, NaN where x is."""
     quotient = tl.div_rn(x, tl.where(scale == 0, 1.0, scale) + tl.zeros_like(x))
-    rounded = (tl.minimum(tl.maximum(quotient, -127.0), 127.0) + 12582912.0) - 12582912.0
-    return rounded.to(tl.int8)
+    if codes.dtype.element_ty == tl.int8:
+        rounded = (tl.minimum(tl.maximum(quotient, -127.0), 127.0) + 12582912.0) - 12582912.0
+    else:
+        rounded = tl.where(quotient != quotient, quotient, tl.minimum(tl.maximum(quotient, -448.0), 448.0))
+    return rounded.to(codes.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -32,7 +42,7 @@ def norm_rows(
     x, residual, weight, out, scales, size, eps,
     ADDS: tl.constexpr, QUANTIZES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm of one row of x, or of x + residual, which then replaces the residual; as int8 if QUANTIZES."""
+    """RMSNorm of one row of x, or of x + residual, which then replaces the residual; as codes if QUANTIZES."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -46,8 +56,8 @@ def norm_rows(
     mean = tl.sum(wide * wide) / size
     normed = wide / tl.sqrt_rn(mean + eps) * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if QUANTIZES:
-        scale = tl.div_rn(tl.max(magnitudes(normed)), 127.0)
-        tl.store(out + at, as_codes(normed, scale), mask=inside)
+        scale = scale_of(tl.max(magnitudes(normed)), out)
+        tl.store(out + at, as_codes(normed, scale, out), mask=inside)
         tl.store(scales + row, scale)
     else:
         tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
@@ -72,7 +82,7 @@ def swiglu_rows(gate_up, out, size, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size"])
 def quantize_rows(x, codes, scales, size, GATES: tl.constexpr, BLOCK: tl.constexpr):
-    """One row of x as int8, or of SwiGLU of x if GATES. It is read twice, for its scale and for its codes: the second
+    """One row of x as codes, or of SwiGLU of x if GATES. It is read twice, for its scale and for its codes: the second
     time from the cache, so that a row of any length fits into registers."""
     row = tl.program_id(0).to(tl.int64)
     largest = 0.0
@@ -84,7 +94,7 @@ def quantize_rows(x, codes, scales, size, GATES: tl.constexpr, BLOCK: tl.constex
         else:
             value = tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(magnitudes(tl.where(inside, value, 0.0))))
-    scale = tl.div_rn(largest, 127.0)
+    scale = scale_of(largest, codes)
     tl.store(scales + row, scale)
     for begin in range(0, size, BLOCK):
         column = begin + tl.arange(0, BLOCK)
@@ -93,7 +103,7 @@ def quantize_rows(x, codes, scales, size, GATES: tl.constexpr, BLOCK: tl.constex
             value = gated(x, row, column, size, inside).to(tl.float32)
         else:
             value = tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(codes + row * size + column, as_codes(value, scale), mask=inside)
+        tl.store(codes + row * size + column, as_codes(value, scale, codes), mask=inside)
 
 
 @triton.jit(do_not_specialize=["row_stride", "heads"])

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from lopa_ascend.backend.cuda import kernels
-from lopa_ascend.backend.interface import Entries, Experts, Int4Weight, RowStats
+from lopa_ascend.backend.interface import FP8, Entries, Experts, Int4Weight, RowStats
 
 SWIGLU_COLUMNS = 1024
 """Columns of a program of SwiGLU."""
@@ -102,8 +102,8 @@ class CudaOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
 
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self._quantize(x.contiguous(), gates=False)
+    def quantize(self, x: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+        return self._quantize(x.contiguous(), codes, gates=False)
 
     def quant_linear(
         self,
@@ -114,6 +114,8 @@ class CudaOps:
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
+        if codes.dtype == FP8:
+            return _multiply_fp8(codes, scale, weight, weight_scale, bias, dtype)
         rows, inputs = codes.shape
         outputs = weight.shape[0]
         out = codes.new_empty(rows, outputs, dtype=dtype)
@@ -131,32 +133,34 @@ class CudaOps:
     # ---- norms and activations -------------------------------------------------------------------------------------
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm(x, None, weight, eps, quantizes=False)[0]
+        return self._norm(x, None, weight, eps)[0]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return self._norm(x, residual, weight, eps, quantizes=False)[0], residual
+        return self._norm(x, residual, weight, eps)[0], residual
 
-    def rms_norm_quant(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return self._norm(x, None, weight, eps, quantizes=True)
+    def rms_norm_quant(
+        self, x: Tensor, weight: Tensor, eps: float, codes: torch.dtype = torch.int8
+    ) -> tuple[Tensor, Tensor]:
+        return self._norm(x, None, weight, eps, codes)
 
     def add_rms_norm_quant(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, codes: torch.dtype = torch.int8
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return *self._norm(x, residual, weight, eps, quantizes=True), residual
+        return *self._norm(x, residual, weight, eps, codes), residual
 
     def _norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, quantizes: bool
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, codes: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
         """(norm, nothing of meaning), or (codes, scales). The residual, which must be contiguous, becomes the sum."""
         x = x.contiguous()
         assert residual is None or residual.is_contiguous()
         size = x.shape[-1]
         rows = x.numel() // size
-        out = torch.empty_like(x, dtype=torch.int8 if quantizes else x.dtype)
-        scales = x.new_empty(x.shape[:-1] if quantizes else 0, dtype=torch.float32)
+        out = torch.empty_like(x, dtype=codes or x.dtype)
+        scales = x.new_empty(0 if codes is None else x.shape[:-1], dtype=torch.float32)
         kernels.norm_rows[(rows,)](
             x, residual, weight, out, scales, size, eps,
-            ADDS=residual is not None, QUANTIZES=quantizes, BLOCK=triton.next_power_of_2(size),
+            ADDS=residual is not None, QUANTIZES=codes is not None, BLOCK=triton.next_power_of_2(size),
             num_warps=WARPS_OF_LONG_ROWS,
         )  # fmt: skip
         return out, scales
@@ -169,17 +173,17 @@ class CudaOps:
         kernels.swiglu_rows[grid](gate_up, out, size, BLOCK=SWIGLU_COLUMNS)
         return out
 
-    def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        return self._quantize(gate_up.contiguous(), gates=True)
+    def swiglu_quant(self, gate_up: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+        return self._quantize(gate_up.contiguous(), codes, gates=True)
 
     def quant_swiglu(
         self, codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        return self.swiglu_quant(self.quant_linear(codes, scale, weight, weight_scale, None, dtype))
+        return self.swiglu_quant(self.quant_linear(codes, scale, weight, weight_scale, None, dtype), codes.dtype)
 
-    def _quantize(self, x: Tensor, *, gates: bool) -> tuple[Tensor, Tensor]:
+    def _quantize(self, x: Tensor, dtype: torch.dtype, *, gates: bool) -> tuple[Tensor, Tensor]:
         rows, size = x.shape[0], x.shape[1] // (2 if gates else 1)
-        codes = x.new_empty(rows, size, dtype=torch.int8)
+        codes = x.new_empty(rows, size, dtype=dtype)
         scales = x.new_empty(rows, dtype=torch.float32)
         kernels.quantize_rows[(rows,)](
             x, codes, scales, size, GATES=gates, BLOCK=QUANTIZED_COLUMNS, num_warps=WARPS_OF_LONG_ROWS
@@ -303,9 +307,25 @@ def _with_whole_rows(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
+def _multiply_fp8(
+    codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """``quant_linear`` of FP8 by the library. Sums are float32: the fast ones of a Hopper keep 14 bits."""
+    return torch._scaled_mm(
+        codes, weight.t(), scale[:, None], weight_scale[None], bias, out_dtype=dtype, use_fast_accum=False
+    )
+
+
 def _rows_agree(weight: Tensor) -> bool:
     """Whether the first rows of a product have the same bits for each of ROW_COUNTS."""
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(MOST_ROWS, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
-    whole = F.linear(x, weight)
-    return all(torch.equal(F.linear(x[-count:], weight), whole[-count:]) for count in ROW_COUNTS)
+    ones = torch.ones(max(x.shape[0], weight.shape[0]), device=weight.device)
+
+    def product(rows: Tensor) -> Tensor:
+        if weight.dtype == FP8:
+            return _multiply_fp8(rows, ones[: len(rows)], weight, ones[: len(weight)], None, torch.bfloat16)
+        return F.linear(rows, weight)
+
+    whole = product(x)
+    return all(torch.equal(product(x[-count:]), whole[-count:]) for count in ROW_COUNTS)
