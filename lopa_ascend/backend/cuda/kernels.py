@@ -27,14 +27,18 @@ def scale_of(largest, codes):
 
 @triton.jit
 def as_codes(x, scale, codes):
-    """x / scale in the number format of ``codes``, rounded half to even: as int8, because beside 1.5 * 2^23 a float32
-    has no room for a fraction; as float8 e4m3, NaN where x is."""
+    """x / scale in the number format of ``codes``, rounded half to even: beside 1.5 * 2^23 a float32 has no room for a
+    fraction. Of float8 e4m3 the last place is 2^-3 of the power of 2 below the number, but at least 2^-9; the
+    conversion, which in Triton's interpreter drops carries, then rounds nothing."""
     quotient = tl.div_rn(x, tl.where(scale == 0, 1.0, scale) + tl.zeros_like(x))
     if codes.dtype.element_ty == tl.int8:
-        rounded = (tl.minimum(tl.maximum(quotient, -127.0), 127.0) + 12582912.0) - 12582912.0
+        within = tl.minimum(tl.maximum(quotient, -127.0), 127.0)
+        beside = 12582912.0
     else:
-        rounded = tl.where(quotient != quotient, quotient, tl.minimum(tl.maximum(quotient, -448.0), 448.0))
-    return rounded.to(codes.dtype.element_ty)
+        within = tl.minimum(tl.maximum(quotient, -448.0), 448.0)
+        power = (within.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        beside = tl.maximum(power, 0.015625) * 1572864.0
+    return ((within + beside) - beside).to(codes.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["size"])
