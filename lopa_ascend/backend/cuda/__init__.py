@@ -61,7 +61,7 @@ class Cuda(Device):
 
     def check_model(self, config: EngineConfig, model: ModelConfig, path: Path, *, codes: str | None) -> Sequence[str]:
         if codes == "fp8":
-            _check_fp8(model, config.tensor_parallel_size, str(path))
+            _check_fp8(model, config.tensor_parallel_size, str(path), any_dtype=self.on_host)
         return super().check_model(config, model, path, codes=codes)
 
     def checked_ops(
@@ -70,11 +70,7 @@ class Cuda(Device):
         if codes == "fp8" and not self.on_host:
             import torch
 
-            name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-            if capability not in FP8_CAPABILITIES:
-                found, *needed = (".".join(map(str, version)) for version in (capability, *FP8_CAPABILITIES))
-                message = f"fp8 weights need a GPU of compute capability {' or '.join(needed)}, and {name} has {found}"
-                raise ParameterError("device", f"{message}; choose quantization w8a8 of the float checkpoint")
+            check_fp8_capability(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
         return super().checked_ops(ops, config, model, max_keys, is_causal=is_causal, codes=codes)
 
     @property
@@ -136,13 +132,25 @@ def check_capability(name: str, capability: tuple[int, int]) -> None:
         raise _refusal(f"{name} has compute capability {found}", f"it needs {needed} (A100) or newer")
 
 
-def _check_fp8(model: ModelConfig, ranks: int, path: str) -> None:
+def check_fp8_capability(name: str, capability: tuple[int, int]) -> None:
+    """Refuses a GPU for which torch has no products of float8 with row-wise scales.
+
+    Raises:
+        ParameterError: says which one it is.
+    """
+    if capability not in FP8_CAPABILITIES:
+        found, *needed = (".".join(map(str, version)) for version in (capability, *FP8_CAPABILITIES))
+        message = f"fp8 weights need a GPU of compute capability {' or '.join(needed)}, and {name} has {found}"
+        raise ParameterError("device", f"{message}; choose quantization w8a8 of the float checkpoint")
+
+
+def _check_fp8(model: ModelConfig, ranks: int, path: str, *, any_dtype: bool) -> None:
     """Refuses a model that the products of float8 do not take.
 
     Raises:
         ParameterError: says why.
     """
-    if model.dtype != "bfloat16":
+    if model.dtype != "bfloat16" and not any_dtype:
         raise ParameterError("dtype", f"fp8 weights on device cuda need dtype bfloat16, got {model.dtype}")
     heads, kv_heads = model.local_heads(ranks), model.local_kv_heads(ranks)
     sizes = model.hidden_size, model.intermediate_size // ranks, *(n * model.head_dim for n in (heads, 2 * kv_heads))
