@@ -182,7 +182,7 @@ def test_a_device_without_kernels_is_refused_by_name(path: Path) -> None:
     ],
 )
 def test_what_a_gpu_does_not_take_is_refused_by_name(
-    sizes: dict[str, int], options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sizes: dict[str, Any], options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     path = write_dream(tmp_path, hidden=64, **sizes)
