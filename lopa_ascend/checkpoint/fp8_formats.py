@@ -79,6 +79,8 @@ def describe_fp8(
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
     modules = frozenset(m for m in expected.linears if (own := headers.get(f"{m}.weight")) and own.dtype == E4M3)
+    if not modules:
+        raise CheckpointError(f"{source}: {CONFIG_FIELD} describes fp8 layers, and no linear layer is {E4M3}")
     if block is None:
         check_modules(source, modules, "fp8", expected)
     members, static = {}, []
@@ -125,9 +127,11 @@ def dequantized(file: Path, module: str, weight: Tensor, scale: Tensor, block: B
     Raises:
         CheckpointError: a scale is not a positive finite number.
     """
-    outputs, inputs = weight.shape
-    rows = _checked(file, module, scale).repeat_interleave(block[0], 0)[:outputs]
-    return weight.float() * rows.repeat_interleave(block[1], 1)[:, :inputs]
+    wide = weight.float()
+    factors = _checked(file, module, scale).repeat_interleave(block[1], 1)[:, : wide.shape[1]]
+    for rows, factor in zip(wide.split(block[0]), factors, strict=True):
+        rows *= factor
+    return wide
 
 
 def _checked(file: Path, module: str, scale: Tensor) -> Tensor:

@@ -44,4 +44,17 @@ def has_fp8_weights(value: object) -> bool:
     if fp8_format(value) is None:
         return False
     assert isinstance(value, dict)
-    return not value.get("weight_block_size") and "'strategy': 'block'" not in str(value.get("config_groups"))
+    if value.get("weight_block_size"):
+        return False
+    match value.get("config_groups"):
+        case dict(groups):
+            return not any(_has_blocks(group) for group in groups.values())
+    return True
+
+
+def _has_blocks(group: object) -> bool:
+    """Whether a group of compressed-tensors has weights with scales of blocks."""
+    match group:
+        case {"weights": {"strategy": "block"}}:
+            return True
+    return False

@@ -1,4 +1,4 @@
-"""W8A8 and fp8 on several ranks: branch parallelism changes no token, and neither does tensor parallelism of whole rows."""
+"""W8A8 and fp8 on several ranks: branch parallelism changes no token, nor does tensor parallelism of whole rows."""
 
 from __future__ import annotations
 

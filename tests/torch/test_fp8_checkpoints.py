@@ -195,7 +195,13 @@ def nan_code(tensor: Tensor) -> Tensor:
     return tensor.float().index_fill(1, torch.tensor(0), torch.nan).to(FP8)
 
 
+def as_floats(_: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    for scale in [name for name in tensors if name.endswith(".weight_scale")]:
+        tensors[scale.removesuffix("_scale")] = tensors[scale.removesuffix("_scale")].float() * tensors.pop(scale)
+
+
 GROUPS: dict[str, tuple[Change, str]] = {
+    "floats": (as_floats, "describes fp8 layers, and no linear layer is F8_E4M3"),
     "bits": (group("weights", num_bits=4), "group_0.weights: num_bits is 4, expected 8"),
     "integers": (group("weights", type="int"), "group_0.weights: type is 'int', expected 'float'"),
     "groups of inputs": (group("weights", strategy="group"), "weights: strategy is 'group', expected 'channel' or"),
