@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests of the CUDA backend, without a GPU: ci/cuda.sh [--quick] [--triton VERSION] [PYTEST_ARGUMENT ...]
-# Triton interprets the kernels on tensors of the CPU, and compiles them for three generations of GPUs. --quick leaves the slow
+# Triton interprets the kernels on tensors of the CPU, and compiles them for six kinds of GPUs. --quick leaves the slow
 # tests out. The first time it makes an environment, .venv-cuda, which adds Triton to the packages of .venv.
 # --triton takes another version than torch 2.13 brings, in an environment of its own: 3.6.0 (torch 2.11), 3.9.0.
 set -euo pipefail

@@ -103,6 +103,24 @@ columns that keep their share but are never chosen, and otherwise 0. A row with 
 log_total NaN, and any column."""
 
 
+RopeWriteKernel = Callable[
+    [
+        Tensor,
+        "tuple[Tensor, Tensor] | None",
+        float,
+        tuple[Tensor, Tensor],
+        tuple[Tensor, Tensor],
+        Tensor,
+        "Tensor | None",
+    ],
+    Tensor,
+]
+"""``rope_and_write(qkv, norms, eps, (cos, sin), (k_cache, v_cache), slot_mapping, source)`` of the queries, keys and
+values of tokens side by side, [T, H + 2 * K, D] -> [T, H, D]: the queries rotated as by ``rope``, or by ``norm_rope``
+with the two weights ``norms``. Keys that are rotated alike, and values as they are, are written as by ``kv_write``. cos
+and sin have a row for all heads, or for each of the H + 2 * K."""
+
+
 ShardStatsKernel = Callable[[Tensor, int, int, bool], Tensor]
 """``shard_stats(logits, mask, limit, has_dot)`` of rows of logits [n, V]: float32 [n, 4] with the largest logit, the
 sum of exp x with x = logit - largest, and the largest logit that may be chosen with the first column that has it; with
@@ -344,6 +362,11 @@ class Ops(Protocol):
             slot_mapping: the flat cache positions that are written, int32 or int64 [W]. They are distinct.
             source: the token that each of them takes, int32 or int64 [W]; None: position i takes token i, and W is T.
         """
+        ...
+
+    @property
+    def rope_and_write(self) -> RopeWriteKernel | None:
+        """A kernel that rotates queries and keys, and writes keys and values, or None: then it is done op by op."""
         ...
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:

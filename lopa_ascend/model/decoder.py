@@ -59,7 +59,7 @@ class Decoder:
         self.first_token_id = tp.rank * shard
         self.local_vocab_size = min(shard, config.vocab_size - self.first_token_id)
         num_positions = num_positions or config.max_position_embeddings
-        self._rope_unit = _rope_unit(config.yarn, num_positions)
+        self._rope_unit = 1.0 if ops.rope_and_write is not None else _rope_unit(config.yarn, num_positions)
         rows = {spec.ours: spec.row for spec in family.tensors(config).specs.values()}
         int4 = [name for name, weight in weights.items() if weight.dtype == torch.uint8 and not name.endswith(ZERO)]
         self._codes = FP8 if any(weight.dtype == FP8 for weight in weights.values()) else torch.int8
@@ -132,7 +132,7 @@ class Decoder:
 
     def _make_rope_tables(self, num_positions: int, embed: Tensor) -> Tensor:
         """Cosines and sines of ``Ops.rope`` on the embedding's device, [2, positions, heads + 2 * kv_heads, ...], or
-        [2, positions, 1, ...] if queries and keys are normed.
+        [2, positions, 1, ...] if queries and keys are normed, or a kernel rotates them alike and leaves v as it is.
 
         Otherwise v is rotated by an angle of 0: one kernel for q, k and v costs less than one for q and one for k. The
         tables have a row for each head, so that a step takes its rows with one kernel.
@@ -153,6 +153,8 @@ class Decoder:
         if self._norms_heads:
             assert yarn is None, "norms would undo what weights are multiplied by"
             return tables
+        if self.ops.rope_and_write is not None and not (yarn and yarn.query_beta):
+            return tables
         head = torch.arange(self.num_heads + 2 * self.num_kv_heads, device=device)
         is_value_head = head >= self.num_heads + self.num_kv_heads
         no_angle = torch.tensor([1.0, 0.0], dtype=embed.dtype, device=device)  # cos, sin
@@ -171,8 +173,7 @@ class Decoder:
         x = self._norm(residual, "layers.0.attn_norm", reader="layers.0.qkv")
         for n in range(c.num_layers):
             p = f"layers.{n}."
-            q, k, v = self._attention_inputs(x, p, cos, sin, num_drafts)
-            ops.kv_write(k, v, k_caches[n], v_caches[n], inputs.slot_mapping, inputs.source)
+            q = self._queries(x, p, (cos, sin), num_drafts, inputs, (k_caches[n], v_caches[n]))
             attended = ops.attention(q, k_caches[n], v_caches[n], inputs.entries)
             # After the last attention no token depends on another: go on with the wanted rows.
             if n == c.num_layers - 1 and inputs.rows is not None:
@@ -192,25 +193,35 @@ class Decoder:
                 x, residual = self._add_norm(out, residual, f"layers.{n + 1}.attn_norm", reader=f"layers.{n + 1}.qkv")
         return ops.add_rms_norm(out, residual, self.weights["norm.weight"], c.rms_norm_eps)[0]
 
-    def _attention_inputs(
-        self, x: Rows, layer: str, cos: Tensor, sin: Tensor, num_drafts: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [T, heads, head_dim] of a layer, with their positions in them."""
+    def _queries(
+        self,
+        x: Rows,
+        layer: str,
+        tables: tuple[Tensor, Tensor],
+        num_drafts: int,
+        inputs: ForwardInputs,
+        caches: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Queries [T, H, head_dim] of a layer with their positions in them. Its keys and values are written."""
+        ops, eps = self.ops, self.config.rms_norm_eps
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         qkv = self._linear_of_views(x, layer + "qkv", num_drafts).view(-1, sum(heads), self.config.head_dim)
-        if not self._norms_heads:
-            q, k, v = self.ops.rope(qkv, cos, sin).split(heads, 1)
-            return q, k, v
-        q, k, v = qkv.split(heads, 1)
-        queries: list[Tensor] = []  # torch's compiler cannot trace list[Tensor]()
-        keys: list[Tensor] = []
-        for rows, end in self._views(len(q), layer + "q_norm", num_drafts):
-            q_weight, k_weight = (self.weights[f"{layer}{name}_norm{end}.weight"] for name in "qk")
-            eps = self.config.rms_norm_eps
-            query, key = self.ops.norm_rope(q[rows], k[rows], q_weight, k_weight, eps, cos[rows], sin[rows])
-            queries.append(query)
-            keys.append(key)
-        return _joined(queries), _joined(keys), v
+        views = [
+            (rows, (self.weights[f"{layer}q_norm{end}.weight"], self.weights[f"{layer}k_norm{end}.weight"]))
+            for rows, end in (self._views(len(qkv), layer + "q_norm", num_drafts) if self._norms_heads else [])
+        ]
+        if ops.rope_and_write is not None and len(views) <= 1:
+            norms = views[0][1] if views else None
+            return ops.rope_and_write(qkv, norms, eps, tables, caches, inputs.slot_mapping, inputs.source)
+        if not views:
+            q, k, v = ops.rope(qkv, *tables).split(heads, 1)
+        else:
+            q, k, v = qkv.split(heads, 1)
+            cos, sin = tables
+            normed = [ops.norm_rope(q[rows], k[rows], *norms, eps, cos[rows], sin[rows]) for rows, norms in views]
+            q, k = _joined([queries for queries, _ in normed]), _joined([keys for _, keys in normed])
+        ops.kv_write(k, v, *caches, inputs.slot_mapping, inputs.source)
+        return q
 
     def _attention_output(self, attended: Tensor, layer: str, num_drafts: int) -> Tensor:
         """This rank's part of what attention adds."""

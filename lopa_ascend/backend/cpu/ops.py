@@ -57,6 +57,7 @@ class CpuOps:
     """
 
     row_stats = None
+    rope_and_write = None
 
     def __init__(self, *, packs_weights: bool = False, multiply_blocks: Multiply | None = None) -> None:
         keep_freed_memory()

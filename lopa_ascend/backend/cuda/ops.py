@@ -25,11 +25,24 @@ QUANTIZED_COLUMNS = 2048
 """Columns that quantisation handles at a time."""
 SCORED_COLUMNS = 4096
 """Columns of logits that are scored at a time."""
-QUERY_ROWS = 64
-"""Rows of a tile of attention: the fewest of a warp group's product. All entries have tiles of this size, so that the
-bits of a query do not depend on the entries beside it."""
+QUERY_ROWS = 128
+"""Rows of a tile of attention. All entries have tiles of this size, so that the bits of a query do not depend on the
+entries beside it."""
 KEYS = 64
 """Keys of a tile of attention."""
+MOST_DIM = 128
+"""Elements of a head, of 2 bytes, up to which a tile has so many rows and keys. Of more, and in float32, it has half of
+each: then it fits into the 99 KiB of an RTX, and into registers."""
+PART_KEYS = 512
+"""Keys that attention sums on their own before it merges them with those before, whoever merges."""
+FEW_PROGRAMS = 128
+"""Programs of which attention has too few for the multiprocessors of a GPU, 108 to 148: then they share the parts."""
+MOST_SHARED = 1024
+"""Programs and parts up to which they do: a part takes 64 KiB in float32."""
+MERGED_ROWS = 16
+"""Rows of a program that merges parts."""
+ROTATED_HEADS = 8
+"""Heads of a program of rope."""
 LEAST_DIM = 16
 """Smallest sides of a matrix product in Triton."""
 ROW_COUNTS = (1, 8, 32, 64, 128, 256, 512)
@@ -209,10 +222,35 @@ class CudaOps:
         x = _with_whole_rows(x)
         tokens, heads, dim = x.shape
         out = x.new_empty(x.shape)
-        block = min(8, triton.next_power_of_2(heads))
+        block = min(ROTATED_HEADS, triton.next_power_of_2(heads))
         kernels.rope_heads[(tokens, triton.cdiv(heads, block))](
-            x, weight, cos.contiguous(), sin.contiguous(), out, x.stride(0), heads, eps,
-            SHARED=cos.shape[1] == 1, HALF=dim // 2, BLOCK_HEADS=block, BLOCK_HALF=triton.next_power_of_2(dim // 2),
+            x, weight, cos.contiguous(), sin.contiguous(), out, x.stride(0), heads, cos.shape[1], eps,
+            **_angles(cos, dim), BLOCK_HEADS=block, num_warps=2,
+        )  # fmt: skip
+        return out
+
+    def rope_and_write(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        tables: tuple[Tensor, Tensor],
+        caches: tuple[Tensor, Tensor],
+        slot_mapping: Tensor,
+        source: Tensor | None,
+    ) -> Tensor:
+        (cos, sin), (k_cache, v_cache) = tables, caches
+        qkv = _with_whole_rows(qkv)
+        tokens, heads, dim = qkv.shape
+        kv_heads = k_cache.shape[2]
+        out = qkv.new_empty(tokens, heads - 2 * kv_heads, dim)
+        block = min(ROTATED_HEADS, triton.next_power_of_2(kv_heads))
+        blocks = triton.cdiv(heads - 2 * kv_heads, block) + 2 * triton.cdiv(kv_heads, block)
+        q_weight, k_weight = norms or (None, None)
+        kernels.rope_and_write[(max(tokens, len(slot_mapping)), blocks)](
+            qkv, q_weight, k_weight, cos.contiguous(), sin.contiguous(), out, k_cache, v_cache, slot_mapping, source,
+            qkv.stride(0), cos.shape[1], eps, tokens, len(slot_mapping), HEADS=heads - 2 * kv_heads, KV_HEADS=kv_heads,
+            **_angles(cos, dim), BLOCK_HEADS=block, num_warps=2,
         )  # fmt: skip
         return out
 
@@ -235,14 +273,28 @@ class CudaOps:
         group = heads // kv_heads
         plan = self._plan(entries)
         out = q.new_empty(tokens, heads * dim)
-        grid = triton.cdiv(plan.longest * group, QUERY_ROWS), len(entries.lengths), kv_heads
-        kernels.attend_tile[grid](
-            q, k_cache, v_cache, out, plan.tables, plan.kv_lengths, plan.starts, plan.causal, q.stride(0),
-            plan.tables.stride(0), plan.longest, dim**-0.5 * math.log2(math.e),
-            GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size, BLOCK_ROWS=QUERY_ROWS, BLOCK_KEYS=KEYS,
-            BLOCK_DIM=max(LEAST_DIM, triton.next_power_of_2(dim)), ALL_CAUSAL=plan.all_causal, num_warps=4,
-            num_stages=2,
+        width = max(LEAST_DIM, triton.next_power_of_2(dim))
+        halves = 2 if width > MOST_DIM or q.dtype == torch.float32 else 1
+        tiles = triton.cdiv(plan.longest * group, QUERY_ROWS // halves)
+        parts = triton.cdiv(plan.tables.shape[1] * page_size, PART_KEYS)
+        programs = tiles * len(entries.lengths) * kv_heads
+        shares = parts > 1 and programs < FEW_PROGRAMS and programs * parts <= MOST_SHARED
+        mixes, stats = out, None
+        if shares:
+            mixes = q.new_empty(parts, tokens, heads, dim, dtype=torch.float32)
+            stats = q.new_empty(parts, 2, tokens, heads, dtype=torch.float32)
+        sizes = {"GROUP": group, "KV_HEADS": kv_heads, "DIM": dim, "PART": PART_KEYS, "BLOCK_DIM": width}
+        kernels.attend_tile[(tiles * parts if shares else tiles, len(entries.lengths), kv_heads)](
+            q, k_cache, v_cache, mixes, stats, plan.tables, plan.kv_lengths, plan.starts, plan.causal, q.stride(0),
+            plan.tables.stride(0), plan.longest, tokens, parts if shares else 1, dim**-0.5 * math.log2(math.e),
+            **sizes, PAGE=page_size, BLOCK_ROWS=QUERY_ROWS // halves, BLOCK_KEYS=KEYS // halves,
+            ALL_CAUSAL=plan.all_causal, num_warps=8, num_stages=2,
         )  # fmt: skip
+        if shares:
+            grid = triton.cdiv(plan.longest * group, MERGED_ROWS), len(entries.lengths), kv_heads
+            kernels.merge_rows[grid](
+                mixes, stats, out, plan.kv_lengths, plan.starts, plan.longest, tokens, **sizes, BLOCK_ROWS=MERGED_ROWS
+            )
         return out
 
     def _make_plan(self, entries: Entries) -> _Plan:
@@ -314,6 +366,12 @@ def _multiply_fp8(
     return torch._scaled_mm(
         codes, weight.t(), scale[:, None], weight_scale[None], bias, out_dtype=dtype, use_fast_accum=False
     )
+
+
+def _angles(cos: Tensor, dim: int) -> dict[str, int]:
+    """What kernels are told of tables of cosines [T, 1 or heads, dim / 2]."""
+    half = dim // 2
+    return {"ANGLE_STRIDE": 0 if cos.shape[1] == 1 else half, "HALF": half, "BLOCK_HALF": triton.next_power_of_2(half)}
 
 
 def _rows_agree(weight: Tensor) -> bool:

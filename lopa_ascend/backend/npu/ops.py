@@ -66,6 +66,7 @@ class NpuOps:
     """
 
     row_stats = None
+    rope_and_write = None
     shard_stats = None
 
     def __init__(self, *, attention_layout: str = "TND"):
