@@ -104,7 +104,7 @@ def test_a_model_runs_on_fp8(tmp_path: Path) -> None:
     assert found[0].token_ids == expected[0].token_ids
 
 
-def test_kernels_compile_without_spills() -> None:
+def test_kernels_compile_without_spills_and_narrow_loads() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "0"  # as the device has it
     command = [sys.executable, "-c", PRINT_COMPILED]
@@ -112,4 +112,4 @@ def test_kernels_compile_without_spills() -> None:
     assert {(report["kernel"], report["architecture"]) for report in reports} == {
         (kernel, kind) for kernel in ("norm_rows", "quantize_rows") for kind in (89, 90)
     }
-    assert all(report["stack"] == 0 for report in reports)
+    assert all((report["stack"], report["narrow"]) == (0, 0) for report in reports)

@@ -118,7 +118,7 @@ def test_ops_are_those_of_the_definition_row_by_row(ops: CpuOps, dtype: torch.dt
         assert torch.equal(bits(alone), bits(among)[7:9])
 
 
-@pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 13), reason="an older torch may have no such kernel of a CPU")
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="an older torch may have no such kernel of a CPU")
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_torch_multiplies_as_the_definition_does(has_bias: bool) -> None:
     """Its kernel of a CPU, in the form in which the one of a GPU is called."""
