@@ -48,8 +48,8 @@ class Device(ABC):
     """As the setting ``device`` calls it."""
     resource: str
     """What Ray calls that of which a rank needs some."""
-    has_int4 = False
-    """Whether ``Ops`` multiplies int4 weights."""
+    codes: tuple[str, ...] = ("int8",)
+    """What the weights that ``Ops`` multiplies may be, beside floats."""
     has_layouts = False
     """Whether attention has other layouts than the default one."""
     free_tokens = 128
@@ -146,35 +146,37 @@ class Device(ABC):
     def _load_ops(self, config: EngineConfig) -> Ops:
         """``load_ops`` after its check."""
 
-    def check_model(self, config: EngineConfig, model: ModelConfig, path: Path, *, has_int8: bool) -> Sequence[str]:
+    def check_model(self, config: EngineConfig, model: ModelConfig, path: Path, *, codes: str | None) -> Sequence[str]:
         """What may go wrong, for the user. Needs no weights.
 
         Args:
             model: with the dtype that the weights are to have.
-            has_int8: whether linear layers are int8, stored or quantised.
+            codes: what weights of linear layers are, stored or quantised; None: floats.
 
         Raises:
             ParameterError: the model, or a setting, does not go with the device.
         """
         return ()
 
-    def check_int4(self, param: str, value: str) -> None:
-        """Refuses int4 weights where there is no kernel for them.
+    def check_codes(self, param: str, value: str, codes: str) -> None:
+        """Refuses quantised weights where there is no kernel for them.
 
         Args:
             param: the setting that asks for them.
             value: its value, for the message.
+            codes: what they are, "int8", "int4" or "fp8".
 
         Raises:
             ParameterError: the device has none.
         """
-        if not self.has_int4:
-            message = f"{value} means int4 weights, for which device {self.name} has no kernels"
-            remedy = f"choose device {_those_with('has_int4')}, or a bfloat16 or W8A8 checkpoint (quantization w8a8)"
+        if codes not in self.codes:
+            message = f"{value} means {codes} weights, for which device {self.name} has no kernels"
+            others = " or ".join(name for name in GRAPH_MODES_BY_DEVICE if codes in find_device(name).codes)
+            remedy = f"choose device {others}, or a bfloat16 or W8A8 checkpoint (quantization w8a8)"
             raise ParameterError(param, f"{message}; {remedy}")
 
     def checked_ops(
-        self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool, has_int8: bool
+        self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool, codes: str | None
     ) -> tuple[Ops, str]:
         """The ops of an attention layout that computes rightly, and the layout. The other kernels were tried too.
 
@@ -183,7 +185,7 @@ class Device(ABC):
             model: with the dtype of queries and keys.
             max_keys: positions of the longest sequence.
             is_causal: whether the model is causal.
-            has_int8: whether linear layers are int8.
+            codes: as for ``check_model``.
 
         Raises:
             WrongKernelError: a kernel is wrong, attention in every layout; names it, its shape and its error.

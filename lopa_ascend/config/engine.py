@@ -19,8 +19,8 @@ GRAPH_MODES_BY_DEVICE = {
 GRAPH_MODES = tuple(dict.fromkeys(("eager", *(mode for modes in GRAPH_MODES_BY_DEVICE.values() for mode in modes))))
 """Every graph mode of some device."""
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16")
-QUANTIZATIONS = {"w8a8": 0, "w4a8": 32, "w4a8_g128": 128}
-"""By name: how many inputs share a scale of int4 weights; 0 for int8 weights."""
+QUANTIZATIONS = {"w8a8": ("int8", 0), "w4a8": ("int4", 32), "w4a8_g128": ("int4", 128), "fp8": ("fp8", 0)}
+"""By name: what the weights become, and of int4 ones how many inputs share a scale."""
 INT8_GRAPH_MODES = tuple(mode for mode in GRAPH_MODES if mode != "inductor")
 """Graph modes that can run int8 linear layers."""
 INT8_LAYERS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -67,7 +67,8 @@ class EngineConfig:
         None,
         Choice(tuple(QUANTIZATIONS)),
         "w8a8: linear layers of int8 weights (a scale for each output) and int8 activations (a scale for each "
-        "token); w4a8, w4a8_g128: of int4 weights (a scale for each 32 or 128 inputs), on a cpu; not with "
+        "token); w4a8, w4a8_g128: of int4 weights (a scale for each 32 or 128 inputs), on a cpu; fp8: of float8 e4m3 "
+        "weights and activations, on a GPU of compute capability 8.9, 9.0 or 10.0, and slowly on a cpu; not with "
         "`graph_mode` inductor",
         group=Section.MODEL,
         default_text="as the checkpoint is stored",
@@ -243,7 +244,12 @@ class EngineConfig:
     @property
     def group_size(self) -> int:
         """How many inputs share a scale if this configuration quantises to int4; otherwise 0."""
-        return 0 if self.quantization is None else QUANTIZATIONS[self.quantization]
+        return 0 if self.quantization is None else QUANTIZATIONS[self.quantization][1]
+
+    @property
+    def codes(self) -> str | None:
+        """What weights become if this configuration quantises: "int8", "int4" or "fp8"; None if it does not."""
+        return None if self.quantization is None else QUANTIZATIONS[self.quantization][0]
 
     def check_split(self, model: ModelConfig) -> None:
         """Raises ParameterError if ``tensor_parallel_size`` ranks cannot split a model."""

@@ -88,8 +88,8 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     max_num_batched_tokens = config.batched_tokens(max_model_len)
     is_causal = model_source.properties.is_causal
     stated = with_dtype(model, config.dtype)
-    has_int8 = model_source.has_int8
-    ops, layout = device.checked_ops(ops, config, stated, max_model_len, is_causal=is_causal, has_int8=has_int8)
+    codes = model_source.codes
+    ops, layout = device.checked_ops(ops, config, stated, max_model_len, is_causal=is_causal, codes=codes)
     config = replace(config, attention_layout=layout)
     weight_bytes = model_source.weight_bytes(config.tensor_parallel_size)
     device.check_memory(weight_bytes, config.world_size, config.gpu_memory_utilization)

@@ -241,7 +241,8 @@ def number_format(config: EngineConfig) -> str:
 
     found = open_checkpoint(DEMO_MODEL if config.model is None else config.model, dream.FAMILY)
     if found.quantized is not None:
-        return f"w{found.quantized.bits}a8"
+        codes = found.quantized.codes
+        return codes if codes == "fp8" else f"w{codes.removeprefix('int')}a8"
     return config.quantization or with_dtype(found.config, config.dtype).dtype
 
 

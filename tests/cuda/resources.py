@@ -1,6 +1,5 @@
-"""Compiles the kernels of a step of Dream-7B, of SDAR-8B and of LLaDA2.0-mini's experts for three generations of GPUs,
-without a GPU, and says what they take: `python -m tests.cuda.resources` prints JSON, a list with an object for each
-kernel and generation.
+"""Compiles the kernels of a step of Dream-7B, SDAR-8B and LLaDA2.0-mini for GPUs, without one, and says what they take:
+`python -m tests.cuda.resources` prints JSON, a list with an object for each kernel and kind of GPU.
 
 The calls are those that ``CudaOps`` makes: it runs here on tensors of the CPU whose content does not matter, while
 launches are noted instead of made.
@@ -32,7 +31,9 @@ from lopa_ascend.config import ExpertsConfig
 from lopa_ascend.kv.pages import PAGE_SIZE
 
 ARCHITECTURES = (80, 90, 100)
-"""Ampere, Hopper, Blackwell."""
+"""A100; H100 and H200; B200."""
+SMALL = (86, 89, 120)
+"""RTX 30, 40 and 50, whose blocks have less shared memory: for these only kernels that use much of it are compiled."""
 DTYPE = torch.bfloat16
 MODELS = {"Dream-7B": (3584, 18944, 28, 4, 128, 152064), "SDAR-8B": (4096, 12288, 32, 8, 128, 151936)}
 """Hidden size, intermediate size, query heads, KV heads, head dimension, vocabulary."""
@@ -41,6 +42,8 @@ EXPERTS = ExpertsConfig(
 )
 """Of LLaDA2.0-mini, whose hidden size is 2048."""
 TOKENS = 64
+PRODUCTS = ("attend_tile", "multiply_int8")
+"""The kernels that multiply matrices."""
 Call = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 
 
@@ -80,17 +83,26 @@ def step(ops: CudaOps, sizes: tuple[int, int, int, int, int, int]) -> None:
         for outputs in (hidden, 2 * intermediate):
             ops.quant_linear(few, by_row, empty(outputs, hidden, dtype=torch.int8), empty(outputs).float(), None, DTYPE)
     qkv = empty(TOKENS, heads + 2 * kv_heads, dim)
-    by_head = empty(2, TOKENS, heads + 2 * kv_heads, dim // 2)
-    ops.rope(qkv, by_head[0], by_head[1])
-    q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
     alike = empty(2, TOKENS, 1, dim // 2)
+    by_head = empty(2, TOKENS, heads + 2 * kv_heads, dim // 2)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+    ops.rope(qkv, by_head[0], by_head[1])
     ops.norm_rope(q, k, empty(dim), empty(dim), 1e-6, alike[0], alike[1])
     cache, slots = empty(2, 8, PAGE_SIZE, kv_heads, dim), torch.zeros(TOKENS, dtype=torch.int32)
     ops.kv_write(k, v, cache[0], cache[1], slots)
     ops.kv_write(k, v, cache[0], cache[1], slots.long(), slots.long())
-    tables = torch.zeros(2, 8, dtype=torch.int32)
-    for lengths, causal in (((32, 32), ()), ((32, 32), (True, True)), ((40, 24), (False, True))):
-        ops.attention(q, cache[0], cache[1], Entries(lengths, (512, 544), tables, (0, 0), (0,), causal=causal))
+    for norms, (cos, sin), source in (
+        (None, alike, None), (None, by_head, None), ((empty(dim), empty(dim)), alike, slots),
+    ):  # fmt: skip
+        ops.rope_and_write(qkv, norms, 1e-6, (cos, sin), (cache[0], cache[1]), slots, source)
+    kinds = ((32, 32), ()), ((32, 32), (True, True)), ((40, 24), (False, True))
+    for pages, (lengths, causal) in ((8, kinds[0]), *((4, kind) for kind in kinds)):  # of 8 pages programs share parts
+        tables = torch.zeros(2, pages, dtype=torch.int32)
+        entries = Entries(lengths, (512, 512), tables, (0, 0), (0,), causal=causal)
+        ops.attention(q, cache[0], cache[1], entries)
+    if hidden == MODELS["Dream-7B"][0]:
+        entries = Entries((32, 32), (512, 512), tables, (0, 0), (0,))
+        ops.attention(q.float(), cache[0].float(), cache[1].float(), entries)
     for confidence in ("max_prob", "margin", "neg_entropy"):
         ops.row_stats(empty(TOKENS, vocabulary), empty(vocabulary).float(), confidence)
 
@@ -141,10 +153,12 @@ def compiled(call: Call, architecture: int) -> dict[str, Any]:
     return {
         "kernel": source.name,
         "architecture": architecture,
+        "dtype": source.signature.get("q", "*bf16").removeprefix("*"),
         "options": {**blocks, **options},
         "registers": registers,
         "stack": stack,
         "shared": kernel.metadata.shared,
+        "narrow": len(re.findall(r"(?:ld|st)\.global(?:\.\w+)*\.[bus](?:8|16)\b", kernel.asm["ptx"])),
         "wgmma": "wgmma" in kernel.asm["ptx"],
         "tcgen05": "tcgen05.mma" in kernel.asm["ptx"],
     }
@@ -158,6 +172,10 @@ def main() -> None:
             source, options = source_of(call)
             calls.setdefault(f"{source.hash()} {options}", call)
     jobs = [(call, architecture) for call in calls.values() for architecture in ARCHITECTURES]
+    largest = {
+        (call[0].__name__, str(call[1][0].dtype)): call for call in calls.values() if call[0].__name__ in PRODUCTS
+    }
+    jobs += [(call, small) for call in largest.values() for small in SMALL]
     json.dump([compiled(*job) for job in jobs], sys.stdout)
 
 

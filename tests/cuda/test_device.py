@@ -9,7 +9,14 @@ import torch
 import triton
 
 from lopa_ascend import LLM
-from lopa_ascend.backend.cuda import DEVICE, INTERPRETED, Cuda, check_capability, driver_version
+from lopa_ascend.backend.cuda import (
+    DEVICE,
+    INTERPRETED,
+    Cuda,
+    check_capability,
+    check_fp8_capability,
+    driver_version,
+)
 from lopa_ascend.config import ParameterError
 
 
@@ -32,6 +39,14 @@ def test_an_old_gpu_is_refused() -> None:
     check_capability("NVIDIA H200", (9, 0))
     with pytest.raises(ParameterError, match=r"Tesla T4 has compute capability 7\.5; it needs 8\.0 \(A100\) or newer"):
         check_capability("Tesla T4", (7, 5))
+
+
+def test_a_gpu_without_row_wise_products_of_fp8_is_refused() -> None:
+    for capability in ((8, 9), (9, 0), (10, 0)):
+        check_fp8_capability("NVIDIA H100", capability)
+    for name, capability in {"NVIDIA A100": (8, 0), "RTX 5090": (12, 0)}.items():
+        with pytest.raises(ParameterError, match=rf"8\.9 or 9\.0 or 10\.0, and {name} has .*; choose .* w8a8"):
+            check_fp8_capability(name, capability)
 
 
 def test_a_gpu_without_room_for_the_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from lopa_ascend.backend import memory
 from lopa_ascend.backend.cuda.health import gauges
 from lopa_ascend.backend.device import Device, Gauge, ask
-from lopa_ascend.config import EngineConfig, ParameterError
+from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.config.kinds import format_size
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 CAPABILITY = (8, 0)
 """The oldest compute capability: the first one that multiplies bfloat16."""
+FP8_CAPABILITIES = (8, 9), (9, 0), (10, 0)
+"""Those for which torch multiplies float8 with a scale for each row and output (RTX 40 and L40S, H100, B200)."""
+FP8_MULTIPLE = 16
+"""What it needs the inputs and outputs of a weight to be multiples of."""
 INTERPRETED = "TRITON_INTERPRET"
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -33,7 +37,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 class Cuda(Device):
     """An NVIDIA GPU, or a CPU on which Triton interprets the kernels."""
 
-    name, resource = "cuda", "GPU"
+    name, resource, codes = "cuda", "GPU", ("int8", "fp8")
 
     def read_health(self) -> Sequence[Gauge]:
         return () if self.on_host else gauges(ask)
@@ -69,6 +73,20 @@ class Cuda(Device):
         check_capability(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
         torch.cuda.set_device(index)
         _load_launcher()
+
+    def check_model(self, config: EngineConfig, model: ModelConfig, path: Path, *, codes: str | None) -> Sequence[str]:
+        if codes == "fp8":
+            _check_fp8(model, config.tensor_parallel_size, str(path), any_dtype=self.on_host)
+        return super().check_model(config, model, path, codes=codes)
+
+    def checked_ops(
+        self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool, codes: str | None
+    ) -> tuple[Ops, str]:
+        if codes == "fp8" and not self.on_host:
+            import torch
+
+            check_fp8_capability(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+        return super().checked_ops(ops, config, model, max_keys, is_causal=is_causal, codes=codes)
 
     @property
     def collectives(self) -> str:
@@ -180,6 +198,33 @@ def check_capability(name: str, capability: tuple[int, int]) -> None:
     if capability < CAPABILITY:
         found, needed = (".".join(map(str, version)) for version in (capability, CAPABILITY))
         raise _refusal(f"{name} has compute capability {found}", f"it needs {needed} (A100) or newer")
+
+
+def check_fp8_capability(name: str, capability: tuple[int, int]) -> None:
+    """Refuses a GPU for which torch has no products of float8 with row-wise scales.
+
+    Raises:
+        ParameterError: says which one it is.
+    """
+    if capability not in FP8_CAPABILITIES:
+        found, *needed = (".".join(map(str, version)) for version in (capability, *FP8_CAPABILITIES))
+        message = f"fp8 weights need a GPU of compute capability {' or '.join(needed)}, and {name} has {found}"
+        raise ParameterError("device", f"{message}; choose quantization w8a8 of the float checkpoint")
+
+
+def _check_fp8(model: ModelConfig, ranks: int, path: str, *, any_dtype: bool) -> None:
+    """Refuses a model that the products of float8 do not take.
+
+    Raises:
+        ParameterError: says why.
+    """
+    if model.dtype != "bfloat16" and not any_dtype:
+        raise ParameterError("dtype", f"fp8 weights on device cuda need dtype bfloat16, got {model.dtype}")
+    heads, kv_heads = model.local_heads(ranks), model.local_kv_heads(ranks)
+    sizes = model.hidden_size, model.intermediate_size // ranks, *(n * model.head_dim for n in (heads, 2 * kv_heads))
+    if any(size % FP8_MULTIPLE for size in sizes):
+        found = f"on each of {ranks} ranks {path} has layers of {', '.join(map(str, sizes))} inputs or outputs"
+        raise ParameterError("model", f"{found}; fp8 weights on device cuda need multiples of {FP8_MULTIPLE}")
 
 
 def _refusal(found: str, remedy: str) -> ParameterError:
