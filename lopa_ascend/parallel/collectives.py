@@ -102,7 +102,7 @@ class Group:
             return functional.all_gather_tensor(x[None], 0, self.process_group)
         out = x.new_empty((self.size, *x.shape))
         with self._counted(x, purpose):
-            dist.all_gather_into_tensor(out, x, group=self.process_group)
+            dist.all_gather(list(out.unbind()), x, group=self.process_group)
         return out
 
     def broadcast(self, x: Tensor, source: int, purpose: str) -> Tensor:
