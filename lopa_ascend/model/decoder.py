@@ -213,15 +213,15 @@ class Decoder:
         if ops.rope_and_write is not None and len(views) <= 1:
             norms = views[0][1] if views else None
             return ops.rope_and_write(qkv, norms, eps, tables, caches, inputs.slot_mapping, inputs.source)
-        if not views:
-            q, k, v = ops.rope(qkv, *tables).split(heads, 1)
-        else:
-            q, k, v = qkv.split(heads, 1)
-            cos, sin = tables
+        q: Tensor
+        cos, sin = tables
+        q, k, v = (qkv if views else ops.rope(qkv, cos, sin)).split(heads, 1)
+        if views:
             normed = [ops.norm_rope(q[rows], k[rows], *norms, eps, cos[rows], sin[rows]) for rows, norms in views]
             q, k = _joined([queries for queries, _ in normed]), _joined([keys for _, keys in normed])
         ops.kv_write(k, v, *caches, inputs.slot_mapping, inputs.source)
-        return q
+        queries: Tensor = q
+        return queries
 
     def _attention_output(self, attended: Tensor, layer: str, num_drafts: int) -> Tensor:
         """This rank's part of what attention adds."""

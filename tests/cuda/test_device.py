@@ -9,6 +9,7 @@ import torch
 import triton
 
 from lopa_ascend import LLM
+from lopa_ascend.backend.cpu.profiler import TorchProfiler
 from lopa_ascend.backend.cuda import (
     DEVICE,
     INTERPRETED,
@@ -129,11 +130,15 @@ def test_a_gpu_is_named_with_its_software(monkeypatch: pytest.MonkeyPatch, gpu: 
 
 @pytest.mark.usefixtures("gpu")
 def test_profiles_of_a_gpu_have_its_kernels() -> None:
-    assert DEVICE.profiler.activities == (torch.profiler.ProfilerActivity.CUDA,)
+    profiler = DEVICE.profiler
+    assert isinstance(profiler, TorchProfiler)
+    assert profiler.activities == (torch.profiler.ProfilerActivity.CUDA,)
 
 
 def test_profiles_of_interpreted_kernels_are_those_of_a_cpu() -> None:
-    assert DEVICE.profiler.activities == ()
+    profiler = DEVICE.profiler
+    assert isinstance(profiler, TorchProfiler)
+    assert profiler.activities == ()
 
 
 def test_interpreted_kernels_have_no_share_of_a_gpu() -> None:

@@ -4,6 +4,7 @@ captured steps, and the recorded traces of LLaDA2."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,9 @@ def test_a_layer_reads_nothing_on_the_host(int8: bool, monkeypatch: pytest.Monke
         InterpretedFunction, "run", lambda kernel, *_, **options: launched.append((kernel.__name__, options))
     )
     experts = random_experts(replace(PLAIN, inner=64), 48, torch.bfloat16, 0, int8=int8)
-    tensors = {name: value.to("meta") for name, value in vars(experts).items() if isinstance(value, torch.Tensor)}
+    tensors: dict[str, Any] = {
+        name: value.to("meta") for name, value in vars(experts).items() if isinstance(value, torch.Tensor)
+    }
     ops, x = CudaOps(torch.device("meta")), torch.empty(512, 48, dtype=torch.bfloat16, device="meta")
     assert ops.moe(x, ops.stored_experts(replace(experts, **tensors)), x).shape == x.shape
     products = ["route_rows", "multiply_experts", "swiglu_rows", "multiply_experts", "sum_experts"]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lopa_ascend.backend.cpu import definition
 from lopa_ascend.backend.cpu.ops import CpuOps
+from lopa_ascend.backend.cuda import kernels
 from lopa_ascend.backend.cuda import ops as ops_module
 from lopa_ascend.backend.cuda.ops import CudaOps
 from lopa_ascend.backend.interface import Entries
@@ -246,7 +247,7 @@ def test_the_bits_of_a_query_do_not_depend_on_who_merges_its_parts(
     expected = definition.attention(q, k_cache, v_cache, entries)
     assert (shared.float() - expected.float()).abs().max() <= ATTENTION_BOUND[dtype] * v_cache.nan_to_num().abs().max()
     monkeypatch.setattr(ops_module, "FEW_PROGRAMS", 0)
-    monkeypatch.delattr(ops_module.kernels, "merge_rows")
+    monkeypatch.delattr(kernels, "merge_rows")
     assert torch.equal(OPS.attention(q, k_cache, v_cache, entries), shared)
 
 

@@ -72,6 +72,9 @@ class Cuda(Device):
             raise ParameterError("device", message)
         check_capability(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
         torch.cuda.set_device(index)
+        # Products sum in float32 and round once, also where the library divides a sum among multiprocessors.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         _load_launcher()
 
     def check_model(self, config: EngineConfig, model: ModelConfig, path: Path, *, codes: str | None) -> Sequence[str]:
