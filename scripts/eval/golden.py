@@ -15,12 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "graph_mode": "eager", "threads": 1, "enable_prefix_caching": False}
 """Options of the engine: what the traces were recorded with."""
+Decoding = dict[str, Any]
+"""Decoding parameters by our names."""
 Fills = list[tuple[int, ...]]
 """(position, token id) of each fill of a forward pass, and (position, token id, replaced one) of each edit, by
 position."""
@@ -73,277 +75,240 @@ class Trace(msgspec.Struct):
     draws: Draws = Draws()
 
 
-class SdarParams(msgspec.Struct, forbid_unknown_fields=True):
-    """Of ``block_diffusion_generate`` of SDAR, greedy."""
+class Published:
+    """The parameters of a trace, which are taken one by one.
 
-    remasking_strategy: str
-    block_length: int
-    denoising_steps: int
-    gen_length: int
-    confidence_threshold: float = 0.85
-    stop_at_eos: bool = False
+    Args:
+        params: by their published names.
+    """
 
-    STRATEGIES: ClassVar = ("low_confidence_static", "low_confidence_dynamic", "sequential")
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self._params = params
+        self.names: list[str] = []
+        """Those that were asked for."""
 
-    def decoding(self, model: Path) -> dict[str, Any]:
-        """The parameters by our names. As published a block with a stop id is filled to its end."""
-        if self.remasking_strategy not in self.STRATEGIES:
-            raise ValueError(
-                f"remasking_strategy: unknown value {self.remasking_strategy!r}, {_one_of(self.STRATEGIES)}"
-            )
-        return {
-            "decoding": "d2f",
-            "block_size": self.block_length,
-            "tau_add": 1.0,
-            "tau_conf": self.confidence_threshold if self.remasking_strategy == "low_confidence_dynamic" else 1.0,
-            "acceptance": "sequential" if self.remasking_strategy == "sequential" else "threshold",
-            "denoising_steps": self.denoising_steps,
-            "finish_at_eos": False,
-        }
+    def take(self, name: str, default: Any = ..., known: Collection[Any] = ()) -> Any:
+        """A parameter.
+
+        Args:
+            default: without it the parameter must be there.
+            known: the values that it may have, if not all.
+
+        Raises:
+            ValueError: it is missing, or has an unknown value.
+        """
+        self.names.append(name)
+        value = self._params.get(name, default)
+        if value is ...:
+            raise ValueError(f"params: {name} is missing")
+        if known and value not in known:
+            raise ValueError(f"{name}: unknown value {value!r}, {_one_of(known)}")
+        return value
+
+    def check(self) -> None:
+        """Raises ValueError if there is a parameter that nothing has asked for."""
+        if unknown := sorted(self._params.keys() - {*self.names}):
+            raise ValueError(f"params: unknown name {unknown[0]!r}, {_one_of(self.names)}")
 
 
-class FastDllm2Params(msgspec.Struct, forbid_unknown_fields=True):
+# Each of these takes the published parameters and the model's directory, and returns the decoding parameters that they
+# stand for, with ``stop_at_eos`` if the answer may end at an EOS.
+
+
+def sdar(params: Published, model: Path) -> Decoding:
+    """Of ``block_diffusion_generate`` of SDAR, greedy. As published a block with a stop id is filled to its end."""
+    strategies = ("low_confidence_static", "low_confidence_dynamic", "sequential")
+    strategy = params.take("remasking_strategy", known=strategies)
+    threshold = params.take("confidence_threshold", 0.85)
+    params.take("gen_length")
+    return {
+        "decoding": "d2f",
+        "block_size": params.take("block_length"),
+        "tau_add": 1.0,
+        "tau_conf": threshold if strategy == "low_confidence_dynamic" else 1.0,
+        "acceptance": "sequential" if strategy == "sequential" else "threshold",
+        "denoising_steps": params.take("denoising_steps"),
+        "finish_at_eos": False,
+        "stop_at_eos": params.take("stop_at_eos", False),
+    }
+
+
+def fast_dllm_v2(params: Published, model: Path) -> Decoding:
     """Of ``generate`` of Fast-dLLM v2, greedy. Its ``max_new_tokens`` counts blocks."""
-
-    max_new_tokens: int
-    threshold: float = 1.0
-    small_block_size: int = 8
-    use_block_cache: bool = False
-    stop_at_eos: bool = False
-
-    def decoding(self, model: Path) -> dict[str, Any]:
-        """The parameters by our names."""
-        return {
-            "decoding": "fast_dllm_v2",
-            "block_size": recommended_decoding(model)["block_size"],
-            "sub_block_size": self.small_block_size,
-            "tau_conf": self.threshold,
-            "sub_block_cache": self.use_block_cache,
-        }
+    params.take("max_new_tokens")
+    return {
+        "decoding": "fast_dllm_v2",
+        "block_size": recommended_decoding(model)["block_size"],
+        "sub_block_size": params.take("small_block_size", 8),
+        "tau_conf": params.take("threshold", 1.0),
+        "sub_block_cache": params.take("use_block_cache", False),
+        "stop_at_eos": params.take("stop_at_eos", False),
+    }
 
 
-class LladaParams(msgspec.Struct, forbid_unknown_fields=True):
-    """Of ``generate`` of LLaDA ("gsai") and of Fast-dLLM's three for LLaDA ("fastdllm"), greedy."""
-
-    variant: Literal["gsai", "fastdllm"]
-    steps: int
-    gen_length: int
-    block_length: int
-    cache: Literal["none", "prefix", "dual"] = "none"
-    threshold: float | None = None
-    factor: float | None = None
-    cfg_scale: float = 0.0
-
-    stop_at_eos: ClassVar = False
-
-    def decoding(self, model: Path) -> dict[str, Any]:
-        """The parameters by our names. As published the whole canvas is filled."""
-        if self.cfg_scale:
-            raise ValueError(
-                f"cfg_scale: is {self.cfg_scale:g}, expected 0: there is no classifier-free guidance, whose every pass "
-                "also computes the canvas behind a prompt of masks"
-            )
-        found: dict[str, Any] = {"decoding": "parallel", "block_size": self.block_length, "finish_at_eos": False}
-        if self.cache != "none":
-            found |= {"decoding": "fast_dllm", "block_cache": self.cache}
-        if self.factor is not None:
-            return found | {"acceptance": "factor", "acceptance_factor": self.factor}
-        if self.threshold is not None:
-            return found | {"tau_conf": self.threshold}
-        return found | {"tau_conf": 1.0, "denoising_steps": self.steps * self.block_length // self.gen_length}
+def llada(params: Published, model: Path) -> Decoding:
+    """Of ``generate`` of LLaDA ("gsai") and of Fast-dLLM's three for LLaDA ("fastdllm"), greedy. As published the whole
+    canvas is filled."""
+    params.take("variant", known=("gsai", "fastdllm"))
+    steps, length, block = (params.take(name) for name in ("steps", "gen_length", "block_length"))
+    cache = params.take("cache", "none", known=("none", "prefix", "dual"))
+    threshold, factor = params.take("threshold", None), params.take("factor", None)
+    if scale := params.take("cfg_scale", 0.0):
+        raise ValueError(
+            f"cfg_scale: is {scale:g}, expected 0: there is no classifier-free guidance, whose every pass also "
+            "computes the canvas behind a prompt of masks"
+        )
+    found: Decoding = {"decoding": "parallel", "block_size": block, "finish_at_eos": False}
+    if cache != "none":
+        found |= {"decoding": "fast_dllm", "block_cache": cache}
+    if factor is not None:
+        return found | {"acceptance": "factor", "acceptance_factor": factor}
+    if threshold is not None:
+        return found | {"tau_conf": threshold}
+    return found | {"tau_conf": 1.0, "denoising_steps": steps * block // length}
 
 
-class D3llmParams(msgspec.Struct, forbid_unknown_fields=True):
-    """Of ``generate_multi_block`` of d3LLM for LLaDA, and of ``_sample_multi_block`` for Dream, greedy."""
-
-    max_new_tokens: int
-    block_size: int
-    threshold: float
-    block_add_threshold: float
-    decoded_token_threshold: float
-    early_stop: bool = False
-
-    @property
-    def stop_at_eos(self) -> bool:
-        return self.early_stop
-
-    def decoding(self, model: Path) -> dict[str, Any]:
-        """The parameters by our names. There is no limit of blocks."""
-        return {
-            "decoding": "parallel",
-            "block_size": self.block_size,
-            "acceptance": "entropy",
-            "confidence": "neg_entropy",
-            "max_entropy": self.threshold,
-            "tau_add": self.block_add_threshold,
-            "tau_act": self.decoded_token_threshold,
-            "max_active_blocks": self.max_new_tokens,
-        }
+def d3llm(params: Published, model: Path) -> Decoding:
+    """Of ``generate_multi_block`` of d3LLM for LLaDA, and of ``_sample_multi_block`` for Dream, greedy. There is no
+    limit of blocks."""
+    return {
+        "decoding": "parallel",
+        "block_size": params.take("block_size"),
+        "acceptance": "entropy",
+        "confidence": "neg_entropy",
+        "max_entropy": params.take("threshold"),
+        "tau_add": params.take("block_add_threshold"),
+        "tau_act": params.take("decoded_token_threshold"),
+        "max_active_blocks": params.take("max_new_tokens"),
+        "stop_at_eos": params.take("early_stop", False),
+    }
 
 
-class Llada2Params(msgspec.Struct, forbid_unknown_fields=True):
-    """Of ``generate`` of LLaDA2.0, and with ``editing_threshold`` of LLaDA2.1, greedy."""
-
-    block_length: int
-    steps: int
-    gen_length: int
-    threshold: float
-    eos_early_stop: bool = False
-    stop_at_eos: bool = True
-    editing_threshold: float | None = None
-    max_post_steps: int = 16
-    num_to_transfer: int = 1
-
-    def decoding(self, model: Path) -> dict[str, Any]:
-        """The parameters by our names. Without editing a block with an EOS is filled to its end, but for
-        ``eos_early_stop``. With it ``steps`` has no effect."""
-        found = {"decoding": "d2f", "block_size": self.block_length, "tau_add": 1.0, "tau_conf": self.threshold}
-        if self.editing_threshold is None:
-            return found | {"denoising_steps": self.steps, "finish_at_eos": self.eos_early_stop}
-        steps, remainder = divmod(self.block_length, self.num_to_transfer)
-        if remainder:
-            raise ValueError(
-                f"num_to_transfer: {self.num_to_transfer} does not divide block_length {self.block_length}"
-            )
-        editing = {"editing_threshold": self.editing_threshold, "max_post_steps": self.max_post_steps}
-        return found | {"denoising_steps": steps, **editing}
+def llada2(params: Published, model: Path) -> Decoding:
+    """Of ``generate`` of LLaDA2.0, and with ``editing_threshold`` of LLaDA2.1, greedy. Without editing a block with an
+    EOS is filled to its end, but for ``eos_early_stop``. With it ``steps`` has no effect."""
+    block, steps, early = params.take("block_length"), params.take("steps"), params.take("eos_early_stop", False)
+    editing, post_steps = params.take("editing_threshold", None), params.take("max_post_steps", 16)
+    transfer = params.take("num_to_transfer", 1)
+    params.take("gen_length")
+    found = {
+        "decoding": "d2f",
+        "block_size": block,
+        "tau_add": 1.0,
+        "tau_conf": params.take("threshold"),
+        "stop_at_eos": params.take("stop_at_eos", True),
+    }
+    if editing is None:
+        return found | {"denoising_steps": steps, "finish_at_eos": early}
+    steps, remainder = divmod(block, transfer)
+    if remainder:
+        raise ValueError(f"num_to_transfer: {transfer} does not divide block_length {block}")
+    return found | {"denoising_steps": steps, "editing_threshold": editing, "max_post_steps": post_steps}
 
 
-class CausalParams(msgspec.Struct, forbid_unknown_fields=True):
+def causal(params: Published, model: Path) -> Decoding:
     """Of the modes of Nemotron-Labs-Diffusion, openPangu-R-7B-Diffusion and Orthrus, greedy."""
-
-    mode: Literal["ar", "block", "linear_spec"]
-    max_new_tokens: int
-    block_length: int = 1
-    num_small_blocks: int = 1
-    alg: Literal["origin", "confidence_threshold", "entropy"] = "confidence_threshold"
-    threshold: float | None = None
-    stop_at_eos: bool = False
-    max_thinking_tokens: int | None = None
-    end_think_token_id: int | None = None
-    lora: bool = False
-
-    def decoding(self, model: Path) -> dict[str, Any]:
-        """The parameters by our names."""
-        if self.mode == "ar":
-            return {"decoding": "ar"}
-        if self.mode == "linear_spec":
-            return {
-                "decoding": "linear_spec",
-                "block_size": self.block_length,
-                "draft_threshold": self.threshold or 0.0,
-            }
-        found: dict[str, Any] = {
-            "decoding": "causal_blocks",
-            "block_size": self.block_length,
-            "sub_block_size": self.block_length // self.num_small_blocks,
-            "tau_conf": 1.0 if self.threshold is None or self.alg != "confidence_threshold" else self.threshold,
-        }
-        if self.alg == "entropy":
-            found["confidence"] = "neg_entropy"
-        if self.max_thinking_tokens is not None:
-            if self.end_think_token_id is None:
-                raise ValueError("end_think_token_id: is missing, expected an id, because of max_thinking_tokens")
-            # The thoughts have begun. There is no tokenizer, which would know the marks.
-            thinking = Thinking(True, (), (self.end_think_token_id,), self.max_thinking_tokens)
-            found["structured_outputs"] = Grammar("any", "", thinking)
-        return found
+    mode = params.take("mode", known=("ar", "block", "linear_spec"))
+    block, small_blocks = params.take("block_length", 1), params.take("num_small_blocks", 1)
+    algorithm = params.take("alg", "confidence_threshold", known=("origin", "confidence_threshold", "entropy"))
+    threshold = params.take("threshold", None)
+    thoughts, end_of_thoughts = params.take("max_thinking_tokens", None), params.take("end_think_token_id", None)
+    params.take("max_new_tokens")
+    params.take("lora", False)
+    found: Decoding = {"stop_at_eos": params.take("stop_at_eos", False)}
+    if mode == "ar":
+        return found | {"decoding": "ar"}
+    if mode == "linear_spec":
+        return found | {"decoding": "linear_spec", "block_size": block, "draft_threshold": threshold or 0.0}
+    found |= {
+        "decoding": "causal_blocks",
+        "block_size": block,
+        "sub_block_size": block // small_blocks,
+        "tau_conf": 1.0 if threshold is None or algorithm != "confidence_threshold" else threshold,
+    }
+    if algorithm == "entropy":
+        found["confidence"] = "neg_entropy"
+    if thoughts is not None:
+        if end_of_thoughts is None:
+            raise ValueError("end_think_token_id: is missing, expected an id, because of max_thinking_tokens")
+        # The thoughts have begun. There is no tokenizer, which would know the marks.
+        found["structured_outputs"] = Grammar("any", "", Thinking(True, (), (end_of_thoughts,), thoughts))
+    return found
 
 
-class A2dParams(msgspec.Struct, forbid_unknown_fields=True):
-    """Of dLLM's samplers for Tiny-A2D, greedy."""
-
-    max_new_tokens: int
-    block_size: int
-    steps: int
-
-    stop_at_eos: ClassVar = False
-
-    def decoding(self, model: Path) -> dict[str, Any]:
-        """The parameters by our names. As published a block with an EOS is filled to its end."""
-        num_blocks = -(-self.max_new_tokens // self.block_size)
-        return {
-            "decoding": "parallel",
-            "block_size": self.block_size,
-            "tau_conf": 1.0,
-            "denoising_steps": -(-self.steps // num_blocks),
-            "finish_at_eos": False,
-        }
+def a2d(params: Published, model: Path) -> Decoding:
+    """Of dLLM's samplers for Tiny-A2D, greedy. As published a block with an EOS is filled to its end."""
+    block = params.take("block_size")
+    num_blocks = -(-params.take("max_new_tokens") // block)
+    return {
+        "decoding": "parallel",
+        "block_size": block,
+        "tau_conf": 1.0,
+        "denoising_steps": -(-params.take("steps") // num_blocks),
+        "finish_at_eos": False,
+    }
 
 
-class A2dBlockParams(A2dParams):
+def a2d_blocks(params: Published, model: Path) -> Decoding:
     """The same in blocks, where a block with an EOS is the last."""
-
-    stop_at_eos: ClassVar = True
-
-    def decoding(self, model: Path) -> dict[str, Any]:
-        return super().decoding(model) | {"decoding": "d2f", "tau_add": 1.0}
+    return a2d(params, model) | {"decoding": "d2f", "tau_add": 1.0, "stop_at_eos": True}
 
 
-class DiffCoderParams(msgspec.Struct, forbid_unknown_fields=True):
-    """Of ``generate_block`` of Stable-DiffCoder, greedy."""
-
-    gen_length: int
-    block_length: int
-    steps: int
-    threshold: float | None
-    stop_at_eos: bool = False
-
-    def decoding(self, model: Path) -> dict[str, Any]:
-        """The parameters by our names. The plan has no effect beside a threshold, if it is long enough."""
-        steps = self.steps * self.block_length // self.gen_length
-        pace = {"denoising_steps": steps, "tau_conf": 1.0} if self.threshold is None else {"tau_conf": self.threshold}
-        return {"decoding": "d2f", "block_size": self.block_length, "tau_add": 1.0, "finish_at_eos": False, **pace}
+def diffcoder(params: Published, model: Path) -> Decoding:
+    """Of ``generate_block`` of Stable-DiffCoder, greedy. The plan has no effect beside a threshold, if it is long
+    enough."""
+    block, threshold = params.take("block_length"), params.take("threshold")
+    steps = params.take("steps") * block // params.take("gen_length")
+    pace = {"denoising_steps": steps, "tau_conf": 1.0} if threshold is None else {"tau_conf": threshold}
+    stops = params.take("stop_at_eos", False)
+    return {"decoding": "d2f", "block_size": block, "tau_add": 1.0, "finish_at_eos": False, "stop_at_eos": stops} | pace
 
 
-class S2d2Params(msgspec.Struct, forbid_unknown_fields=True):
-    """S2D2's beside those of the function that drafts. ``top_p`` has no effect here at temperature 0."""
+def s2d2(drafting: Callable[[Published, Path], Decoding]) -> Callable[[Published, Path], Decoding]:
+    """Of S2D2, with the parameters of the function that drafts. ``top_p`` has no effect here at temperature 0."""
 
-    do_verify_policy: Literal["mask_span_length", "score_threshold", "score_hysteresis"]
-    token_acceptance_estimator: Literal["soft_entropy_negexp"]
-    do_verify_score_type: Literal["difference_static", "difference_dynamic"] = "difference_dynamic"
-    do_verify_score_threshold: float = 0.0
-    score_penalty_coef: float = 1.0
-    hysteresis_threshold_on: float = 0.0
-    hysteresis_threshold_off: float = 0.0
-    min_ssd_span_length: int = 1
-    cache_ver: bool = False
-    draft_ver: bool = False
-    top_p: float = 0.95
-
-    def decoding(self, drafting: dict[str, Any]) -> dict[str, Any]:
-        """The parameters by our names, with those of the drafts."""
-        if self.cache_ver != self.draft_ver:
+    def decoding(params: Published, model: Path) -> Decoding:
+        found = drafting(params, model)
+        found |= {"decoding": "s2d2", "base": found["decoding"]}
+        policies = ("mask_span_length", "score_threshold", "score_hysteresis")
+        policy = params.take("do_verify_policy", known=policies)
+        params.take("token_acceptance_estimator", known=("soft_entropy_negexp",))
+        params.take("top_p", 0.95)
+        scores = ("difference_static", "difference_dynamic")
+        is_static = params.take("do_verify_score_type", "difference_dynamic", known=scores) == "difference_static"
+        cost, threshold = params.take("score_penalty_coef", 1.0), params.take("do_verify_score_threshold", 0.0)
+        on, off = (params.take(f"hysteresis_threshold_{name}", 0.0) for name in ("on", "off"))
+        run, cached = params.take("min_ssd_span_length", 1), params.take("cache_ver", False)
+        if cached != params.take("draft_ver", False):
             raise ValueError("cache_ver: goes with draft_ver, expected both or none")
-        found = drafting | {"decoding": "s2d2", "base": drafting["decoding"]}
-        if self.cache_ver:
+        if cached:
             found["window_attention"] = "causal"
-        if self.do_verify_policy == "mask_span_length":
-            return found | {"routing": "run", "routing_run": self.min_ssd_span_length}
-        cost_of = "check" if self.do_verify_score_type == "difference_static" else "confident"
-        found |= {"routing_cost": self.score_penalty_coef, "routing_cost_of": cost_of}
-        if self.do_verify_policy == "score_threshold":
-            return found | {"routing": "score", "routing_on": self.do_verify_score_threshold}
-        on, off = self.hysteresis_threshold_on, self.hysteresis_threshold_off
+        if policy == "mask_span_length":
+            return found | {"routing": "run", "routing_run": run}
+        found |= {"routing_cost": cost, "routing_cost_of": "check" if is_static else "confident"}
+        if policy == "score_threshold":
+            return found | {"routing": "score", "routing_on": threshold}
         return found | {"routing": "hysteresis", "routing_on": on, "routing_off": off}
 
+    return decoding
 
-FAMILIES = {
-    "sdar": SdarParams,
-    "fastdllm2": FastDllm2Params,
-    "llada": LladaParams,
-    "llada2": Llada2Params,
-    "d3llm": D3llmParams,
-    "nemotron": CausalParams,
-    "pangu": CausalParams,
-    "orthrus": CausalParams,
-    "a2d_mdlm": A2dParams,
-    "a2d_bd3lm": A2dBlockParams,
-    "diffcoder": DiffCoderParams,
-    "sdar_s2d2": SdarParams,
-    "fastdllm2_s2d2": FastDllm2Params,
+
+FAMILIES: Mapping[str, Callable[[Published, Path], Decoding]] = {
+    "sdar": sdar,
+    "fastdllm2": fast_dllm_v2,
+    "llada": llada,
+    "llada2": llada2,
+    "d3llm": d3llm,
+    "nemotron": causal,
+    "pangu": causal,
+    "orthrus": causal,
+    "a2d_mdlm": a2d,
+    "a2d_bd3lm": a2d_blocks,
+    "diffcoder": diffcoder,
+    "sdar_s2d2": s2d2(sdar),
+    "fastdllm2_s2d2": s2d2(fast_dllm_v2),
 }
-"""The published parameters of each family that can be compared."""
+"""By family, what its published parameters mean."""
 
 
 @dataclass(frozen=True)
@@ -379,18 +344,23 @@ class Case:
         model = file.parent / trace.model_dir
         if not (model / "config.json").is_file():
             raise ValueError(f"model_dir: {model} has no config.json, expected a model directory")
-        found, decoding = _in_our_terms(trace, model)
+        params = Published(trace.params)
+        decoding = FAMILIES[trace.family](params, model)
+        params.check()
         output = trace.output_ids
         if trace.mask_token_id in output:  # after a stop the published code leaves masks
             output = output[: output.index(trace.mask_token_id)]
         passes, with_adapter = trace.trace, True
-        if isinstance(found, CausalParams) and found.mode == "linear_spec":
-            output, limit = output[: found.max_new_tokens], len(trace.prompt_ids) + found.max_new_tokens
-            passes, with_adapter = [each for each in passes if each.start + each.len <= limit], found.lora
+        if decoding["decoding"] == "linear_spec":
+            output = output[: trace.params["max_new_tokens"]]
+            limit = len(trace.prompt_ids) + trace.params["max_new_tokens"]
+            passes = [each for each in passes if each.start + each.len <= limit]
+            with_adapter = trace.params.get("lora", False)
+        stops = decoding.pop("stop_at_eos", False)
         decoding["max_new_tokens"], end = len(output), None
         if "structured_outputs" not in decoding:  # which ends at an EOS
-            decoding["ignore_eos"] = not found.stop_at_eos
-        if found.stop_at_eos:
+            decoding["ignore_eos"] = not stops
+        if stops:
             if trace.eos_token_id is None:
                 raise ValueError("eos_token_id: is missing, expected an id, because of stop_at_eos")
             decoding["eos_token_id"] = trace.eos_token_id
@@ -400,8 +370,10 @@ class Case:
         fills = [sorted(forward.fills) for forward in passes if forward.fills]
         while end is not None and fills[-1][0][0] > end:  # the published code goes on behind an EOS
             fills.pop()
-        way, params = trace.family.partition("_")[2], DecodingParams(**decoding)
-        return cls(file.parent.name, model, trace.prompt_ids, params, output, fills, with_adapter, way)
+        way = trace.family.partition("_")[2]
+        return cls(
+            file.parent.name, model, trace.prompt_ids, DecodingParams(**decoding), output, fills, with_adapter, way
+        )
 
     def run(self, llm: LLM) -> str | None:
         """What differs first; None if nothing does."""
@@ -423,36 +395,13 @@ class Case:
         return None
 
 
-def _in_our_terms(trace: Trace, model: Path) -> tuple[Any, dict[str, Any]]:
-    """The published parameters of a trace, and the decoding parameters that they stand for.
-
-    Raises:
-        ValueError: a name or a value is unknown.
-    """
-    published = FAMILIES[trace.family]
-    checked = (S2d2Params,) if trace.family.endswith("_s2d2") else ()
-    names = [name for each in (published, *checked) for name in each.__struct_fields__]
-    if unknown := sorted(trace.params.keys() - {*names}):
-        raise ValueError(f"params: unknown name {unknown[0]!r}, {_one_of(names)}")
-    found = _taken(published, trace.params)
-    decoding = found.decoding(model)
-    for each in checked:
-        decoding = _taken(each, trace.params).decoding(decoding)
-    return found, decoding
-
-
 def _changes(record: StepRecord) -> Fills:
     """What a pass fills and edits."""
     fills: Fills = [(fill.position, fill.token) for fill in (*record.fills, *record.forced)]
     return sorted([*fills, *((edit.position, edit.token, edit.replaced) for edit in record.edits)])
 
 
-def _taken(struct: Any, params: Mapping[str, Any]) -> Any:
-    """A struct of those parameters that it has."""
-    return msgspec.convert({name: params[name] for name in struct.__struct_fields__ if name in params}, struct)
-
-
-def _one_of(names: Any) -> str:
+def _one_of(names: Iterable[str]) -> str:
     return f"expected one of {', '.join(names)}"
 
 
