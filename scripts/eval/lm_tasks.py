@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,12 +101,8 @@ def load_tasks(
     Raises:
         InputError: a name is unknown, its problems or a package are missing, or its programs may not run.
     """
-    from lm_eval.tasks import TaskManager
-
     own = {path.stem for path in DATA.glob("*.yaml")}
-    # To find lm-eval's own tasks takes seconds.
-    folders = [DATA, *([folder] if folder else [])]
-    manager = TaskManager(include_path=folders, include_defaults=not own.issuperset(examples))
+    manager = _manager(folder, with_defaults=not own.issuperset(examples))
     found: dict[str, Any] = {}
     for name, count in examples.items():
         if name not in manager.all_tasks:
@@ -120,6 +117,14 @@ def load_tasks(
             _adapt(task, prompt, count)
         found |= {name: loaded["groups"][name]} if name in loaded["groups"] else loaded["tasks"]
     return found
+
+
+@cache
+def _manager(folder: Path | None, *, with_defaults: bool) -> Any:
+    """What finds tasks. To find those of lm-eval takes seconds, and is done once."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=[DATA, *([folder] if folder else [])], include_defaults=with_defaults)
 
 
 def _adapt(task: Any, prompt: PromptFormat, count: int | None) -> None:

@@ -90,13 +90,14 @@ def test_what_cannot_be_evaluated_is_refused_before_a_model_is_needed(tmp_path: 
         load_tasks({"gsm9k": None}, find("chat"))
     config: dict[str, Any] = {"task": "programs", "output_type": "generate_until", "test_split": "test", **GSM8K}
     config |= {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}", "metric_list": [{"metric": "exact_match"}]}
+    lost = config | {"task": "lost", "dataset_path": str(tmp_path / "absent")}
+    (tmp_path / "lost.yaml").write_text(yaml.safe_dump(lost))
     (tmp_path / "programs.yaml").write_text(yaml.safe_dump(config | {"unsafe_code": True}))
     with pytest.raises(InputError, match="programs runs programs of the model; --confirm-run-unsafe-code allows it"):
         load_tasks({"programs": None}, find("chat"), tmp_path)
     assert list(load_tasks({"programs": None}, find("chat"), tmp_path, runs_code=True)) == ["programs"]
-    (tmp_path / "programs.yaml").write_text(yaml.safe_dump(config | {"dataset_path": str(tmp_path / "absent")}))
-    with pytest.raises(InputError, match="task programs cannot be loaded: "):
-        load_tasks({"programs": None}, find("chat"), tmp_path)
+    with pytest.raises(InputError, match="task lost cannot be loaded: "):
+        load_tasks({"lost": None}, find("chat"), tmp_path)
 
 
 def test_answers_end_at_stop_strings_in_batches_of_equal_requests(lm):
