@@ -30,11 +30,12 @@ from lopa_ascend.checkpoint.streams import (
     quantized,
     sliced,
     stacked,
+    stored_fp8,
     stored_int4,
     stored_int8,
 )
 from lopa_ascend.config import ModelConfig
-from lopa_ascend.config.engine import WEIGHT_DTYPES
+from lopa_ascend.config.engine import QUANTIZATIONS, WEIGHT_DTYPES
 from lopa_ascend.families.table import FLOAT, SCALE, Quantized, Shard, TensorSlices
 from lopa_ascend.process.progress import progress
 
@@ -98,9 +99,9 @@ def load(
     Returns:
         The config of the whole model, whose ``dtype`` is that of the weights; and the weights by our names, as the
         family's `Table` says. The head has ``config.vocab_shard(shard.size)`` rows, zero beyond the vocabulary.
-        Of int8 layers the weight is int8, and ``weight_scale`` [out] float32. Of int4 layers there are what
-        ``Int4Members.neutral`` says: ``weight`` [out, in / 2], ``weight_scale`` and perhaps ``weight_zero``
-        [out, in / G].
+        Of int8 and fp8 layers the weight is int8 or float8_e4m3fn, and ``weight_scale`` [out] float32. Of int4 layers
+        there are what ``Int4Members.neutral`` says: ``weight`` [out, in / 2], ``weight_scale`` and perhaps
+        ``weight_zero`` [out, in / G].
 
     Raises:
         CheckpointError: the adapter cannot be loaded; raised before any weight is read. Or weights are no finite
@@ -151,9 +152,10 @@ def _rank_tensors(
     """
     if checkpoint.quantized is not None:
         refuse_adapter(checkpoint, lora)
-        int4 = checkpoint.int4
-        return sliced(stored_int8(checkpoint) if int4 is None else stored_int4(checkpoint, int4), slices)
-    # The int8 scale of a row is that of all its columns, so weights have all of them until they have been quantised.
+        if checkpoint.int4 is not None:
+            return sliced(stored_int4(checkpoint, checkpoint.int4), slices)
+        return sliced((stored_int8 if checkpoint.fp8 is None else stored_fp8)(checkpoint), slices)
+    # The scale of a row is that of all its columns, so weights have all of them until they have been quantised.
     weights = [] if layers.group_size else [f"{module}.weight" for module in layers.modules]
     whole = {**slices, **{name: (slices[name][0], slice(None)) for name in weights}}
     tensors = sliced(checkpoint.tensors(), whole)
@@ -163,15 +165,16 @@ def _rank_tensors(
 
 
 def refuse_adapter(checkpoint: Checkpoint, lora: str | Path | None) -> None:
-    """Refuses an adapter for a checkpoint whose weights are int8 or int4.
+    """Refuses an adapter for a checkpoint whose weights are quantised.
 
     Raises:
         CheckpointError: there is an adapter.
     """
-    if lora is not None:
-        bits, setting = (8, "w8a8") if checkpoint.int4 is None else (4, "w4a8")
+    if lora is not None and checkpoint.quantized is not None:
+        codes = checkpoint.quantized.codes
+        setting = next(name for name, (kind, _) in QUANTIZATIONS.items() if kind == codes)
         raise CheckpointError(
-            f"{lora}: cannot be merged into the int{bits} weights of {checkpoint.path}; merge it into the float "
+            f"{lora}: cannot be merged into the {codes} weights of {checkpoint.path}; merge it into the float "
             "checkpoint and quantise that (in a clone: python -m scripts.eval quantize MODEL OUT --lora ADAPTER), or "
             f"serve the float checkpoint with the adapter and --quantization {setting}"
         )

@@ -15,8 +15,8 @@ from lopa_ascend.config.files import MAX_HEADER, check_regular, parse_json_objec
 
 ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of one value, by the safetensors name of its dtype: the dtypes that float tensors may have."""
-INTEGER_SIZES = {"I8": 1, "I32": 4, "I64": 8}
-"""Bytes of one value of the integer dtypes, which only an int8 checkpoint may hold."""
+CODE_SIZES = {"I8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1}
+"""Bytes of one value of the dtypes that only a quantised checkpoint may hold."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Endings of files that hold weights as pickles."""
 _LENGTH_FIELD = 8
@@ -43,13 +43,13 @@ class Header:
 
     file: Path
     dtype: str
-    """As in the file: "F32", "BF16" or "F16", and in an int8 checkpoint "I8", "I32" or "I64"."""
+    """As in the file: one of ``ITEM_SIZES``, and in a quantised checkpoint of ``CODE_SIZES``."""
     shape: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor."""
-        return math.prod(self.shape) * (ITEM_SIZES | INTEGER_SIZES)[self.dtype]
+        return math.prod(self.shape) * (ITEM_SIZES | CODE_SIZES)[self.dtype]
 
 
 def check_directory(path: Path) -> None:

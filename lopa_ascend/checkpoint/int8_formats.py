@@ -7,7 +7,7 @@ have (static quantisation), are not used: activations are quantised token by tok
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from lopa_ascend.config.int8_files import (
     COMPRESSED_TENSORS,
     CONFIG_FIELD,
     MODELSLIM,
+    fp8_format,
     modelslim_descriptions,
     uses_compressed_tensors,
 )
@@ -72,7 +73,7 @@ def describe_int8(path: Path, raw: Mapping[str, Any], expected: Tensors) -> Int8
     """
     field = raw.get(CONFIG_FIELD)
     is_compressed, descriptions = uses_compressed_tensors(field), modelslim_descriptions(path)
-    is_compressed = is_compressed and int4_format(field) is None
+    is_compressed = is_compressed and int4_format(field) is None and fp8_format(field) is None
     if len(descriptions) > 1:
         names = " and ".join(file.name for file in descriptions)
         raise CheckpointError(f"{path}: {names} describe int8 layers, expected one of them")
@@ -87,7 +88,7 @@ def describe_int8(path: Path, raw: Mapping[str, Any], expected: Tensors) -> Int8
         found = _describe_modelslim(descriptions[0], modules)
     else:
         return None
-    _check_stacks(found, expected)
+    check_stacks(found.source, found.kinds, expected)
     return found
 
 
@@ -105,15 +106,38 @@ def compressed_tensors_config(kept: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _check_stacks(found: Int8Description, expected: Tensors) -> None:
-    """Refuses layers that run as one and are not all float, or all int8 of one kind."""
-    stacks: dict[str, dict[str, Kind | None]] = {}
+def check_stacks(source: Path, kinds: Mapping[str, str], expected: Tensors) -> None:
+    """Refuses layers that run as one and are not all float, or all of one kind.
+
+    Args:
+        source: the file that says it.
+        kinds: by name of the layer, in a word, for those that are not float.
+        expected: the model's tensors.
+    """
+    stacks: dict[str, dict[str, str]] = {}
     for module, spec in expected.linears.items():
-        stacks.setdefault(spec.ours, {})[module] = found.kinds.get(module)
-    for kinds in stacks.values():
-        if len({*kinds.values()}) > 1:
-            words = ", ".join(f"{module} is {kind or 'float'}" for module, kind in kinds.items())
-            raise CheckpointError(f"{found.source}: {words}, expected the same of all: they run as one layer")
+        stacks.setdefault(spec.ours, {})[module] = kinds.get(module, "float")
+    for stack in stacks.values():
+        if len({*stack.values()}) > 1:
+            words = ", ".join(f"{module} is {kind}" for module, kind in stack.items())
+            raise CheckpointError(f"{source}: {words}, expected the same of all: they run as one layer")
+
+
+def check_modules(source: Path, modules: Collection[str], kind: str, expected: Tensors) -> None:
+    """Refuses layers that cannot be of a kind other than int8: the head, experts, and parts of a layer.
+
+    Args:
+        source: the file that says it.
+        modules: the names of those that are.
+        kind: in a word.
+        expected: the model's tensors.
+    """
+    if expected.head in modules:
+        raise CheckpointError(f"{source}: {expected.head} is {kind}, expected a float head")
+    for module, spec in expected.linears.items():
+        if module in modules and spec.row.each:
+            raise CheckpointError(f"{source}: {module} is {kind}, and experts are supported in float and in int8")
+    check_stacks(source, dict.fromkeys(modules, kind), expected)
 
 
 # ---- compressed-tensors ----------------------------------------------------------------------------------------------

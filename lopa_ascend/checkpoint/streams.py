@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.checkpoint.files import CheckpointError
+from lopa_ascend.checkpoint.fp8_formats import scale_of_outputs
 from lopa_ascend.checkpoint.int4_formats import Int4Description
 from lopa_ascend.checkpoint.int4_members import Int4Members
 from lopa_ascend.checkpoint.int8_members import Int8Members
@@ -31,20 +32,22 @@ def sliced(stream: Iterable[tuple[str, Tensor]], slices: TensorSlices) -> Iterat
         yield name, tensor[slices[name]] if name in slices else tensor
 
 
-# ---- int8 ------------------------------------------------------------------------------------------------------------
+# ---- quantised layers ------------------------------------------------------------------------------------------------
 
 
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [out, in] as int8 [out, in], and the scale of each output, float32 [out]: its largest magnitude / 127,
-    and 1 for zeros."""
-    codes = torch.empty(weight.shape, dtype=torch.int8)
+def quantize_weight(weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """A weight [out, in] as codes of a dtype, int8 or float8_e4m3fn, and the scale of each output, float32 [out]: its
+    largest magnitude divided by that of the codes, 127 or 448, and 1 for zeros."""
+    codes = torch.empty(weight.shape, dtype=dtype)
     scales = torch.empty(weight.shape[0])
+    largest = 127 if dtype == torch.int8 else torch.finfo(dtype).max
     for first in range(0, weight.shape[0], _QUANTIZED_ROWS):
         part = slice(first, first + _QUANTIZED_ROWS)
         wide = weight[part].to(torch.float32, copy=True)
-        scale = wide.abs().amax(1) / 127
+        scale = wide.abs().amax(1) / largest
         scales[part] = scale.masked_fill_(scale == 0, 1)
-        codes[part] = wide.div_(scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        wide.div_(scale[:, None]).clamp_(-largest, largest)
+        codes[part] = (wide.round_() if dtype == torch.int8 else wide).to(dtype)  # e4m3 rounds half to even itself
     return codes, scales
 
 
@@ -80,18 +83,18 @@ def _int4(wide: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantized(stream: Iterable[tuple[str, Tensor]], layers: Quantized) -> Iterator[tuple[str, Tensor]]:
-    """Makes the weights of some linear layers int8 or int4, each followed by its scales.
+    """Quantises the weights of some linear layers, each followed by its scales.
 
-    Weights that become int8 have all their columns: the scale is that of a whole row of the model, whichever columns a
-    rank takes. Those that become int4 have whole groups.
+    Weights that become int8 or fp8 have all their columns: the scale is that of a whole row of the model, whichever
+    columns a rank takes. Those that become int4 have whole groups.
     """
     for name, tensor in stream:
         module = name.removesuffix(".weight")
         if module == name or module not in layers.modules:
             yield name, tensor
             continue
-        size = layers.group_size
-        codes, scale = quantize_int4(tensor, size) if size else quantize_weight(tensor)
+        size, dtype = layers.group_size, torch.float8_e4m3fn if layers.is_fp8 else torch.int8
+        codes, scale = quantize_int4(tensor, size) if size else quantize_weight(tensor, dtype)
         yield name, codes
         yield name + SCALE, scale
 
@@ -112,6 +115,21 @@ def stored_int8(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
             has_bias = bias_name in checkpoint.files
             members.check_quant_bias(tensor, map_tensor(checkpoint.files[bias_name], bias_name) if has_bias else None)
             yield name + SCALE, scale
+
+
+def stored_fp8(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint with fp8 layers, in the form of `quantize_weight`. The weights are each followed by
+    their scales.
+
+    Raises:
+        CheckpointError: a scale makes no sense.
+    """
+    for name, tensor in checkpoint.tensors():
+        yield name, tensor
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module in checkpoint.members:
+            (scale,) = checkpoint.members_of(module).values()
+            yield name + SCALE, scale_of_outputs(checkpoint.files[name], module, tensor, scale)
 
 
 def stored_int4(checkpoint: Checkpoint, description: Int4Description) -> Iterator[tuple[str, Tensor]]:
@@ -147,8 +165,11 @@ def check_finite(file: Path, name: str, tensor: Tensor) -> None:
     """
     if tensor.numel() == 0:
         return
-    # The extremes are NaN if any value is. This takes a tenth of the time of copying the tensor, and no memory.
-    low, high = (float(extreme) for extreme in tensor.aminmax())
+    if tensor.dtype == torch.float8_e4m3fn:  # which has no infinity, and no extremes in torch
+        low = high = torch.nan if bool(tensor.isnan().any()) else 0.0
+    else:
+        # The extremes are NaN if any value is. This takes a tenth of the time of copying the tensor, and no memory.
+        low, high = (float(extreme) for extreme in tensor.aminmax())
     if not (low > -torch.inf and high < torch.inf):
         found = "NaN" if math.isnan(low) else str(low if low == -torch.inf else high)
         dtype = str(tensor.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Writes checkpoints; those whose linear layers are int8 or int4 in the format compressed-tensors."""
+"""Writes checkpoints; those whose linear layers are quantised in the format compressed-tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lopa_ascend.checkpoint.files import PICKLE_SUFFIXES, CheckpointError
+from lopa_ascend.checkpoint.fp8_formats import float_quantized_config
 from lopa_ascend.checkpoint.int4_formats import packed_config
 from lopa_ascend.checkpoint.int8_formats import compressed_tensors_config
 from lopa_ascend.checkpoint.lora import merge_adapter, open_adapter
@@ -36,7 +37,7 @@ def write_quantized(
     family: Family,
     *,
     linears: Collection[str],
-    group_size: int = 0,
+    form: tuple[str, int] = ("int8", 0),
     lora: Path | None = None,
     activations: Mapping[str, Tensor] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -48,7 +49,7 @@ def write_quantized(
         out: the directory to write, which must be missing or empty. It is returned.
         family: the checkpoint's.
         linears: the linear layers that are quantised, as ``quantization_exclude`` calls them, e.g. "qkv_proj".
-        group_size: if it is not 0, those layers become int4, in groups of so many inputs.
+        form: what those become, "int8", "int4" or "fp8", and of int4 the inputs of a group.
         lora: directory of a PEFT LoRA adapter that is merged before.
         activations: of the model with the adapter, as ``smooth.choose_factors`` takes them, to smooth with.
 
@@ -61,10 +62,11 @@ def write_quantized(
     """
     checkpoint = open_to_quantize(path, out, family)
     expected = checkpoint.expected
-    layers = expected.quantized(linears, group_size)
+    layers = expected.quantized(linears, form[1], is_fp8=form[0] == "fp8")
     expected.check_groups(layers, 1, [1])
     kept = [expected.head, *(n for n in expected.linears if n not in layers.modules and n != expected.head)]
-    described = packed_config(kept, group_size) if group_size else compressed_tensors_config(kept)
+    describe = {"int8": compressed_tensors_config, "fp8": float_quantized_config}.get(layers.codes)
+    described = packed_config(kept, layers.group_size) if describe is None else describe(kept)
     drafts = [path / family.draft_adapter] if family.draft_adapter else []
     config = read_json_object(path / _CONFIG, CheckpointError)
     others = [file for file in sorted(path.iterdir()) if file.is_file() and file.name != _CONFIG]
@@ -140,7 +142,7 @@ def _quantized_tensors(
         weights = smoothed_weights(checkpoint.expected, layers.modules)
         tensors = smoothed(tensors, choose_factors(float_tensors(), activations, weights), weights)
     for name, tensor in quantized(tensors, layers):
-        is_float_layer = name in dtypes and tensor.is_floating_point()
+        is_float_layer = name in dtypes and tensor.is_floating_point() and tensor.dtype != torch.float8_e4m3fn
         stored = tensor.to(dtypes[name]) if is_float_layer else tensor
         check_weights(checkpoint, name, stored)
         if not layers.group_size:
@@ -188,12 +190,12 @@ def open_to_quantize(path: Path, out: Path, family: Family) -> Checkpoint:
     """Checks the directory of a checkpoint to quantise, and where the result goes, without reading a weight.
 
     Raises:
-        CheckpointError: the checkpoint cannot be loaded or is int8 or int4 already, or ``out`` is not empty.
+        CheckpointError: the checkpoint cannot be loaded or is quantised already, or ``out`` is not empty.
     """
     checkpoint = open_checkpoint(path, family)
-    for kind, found in (("int8", checkpoint.int8), ("int4", checkpoint.int4)):
-        if found is not None:
-            raise CheckpointError(f"{path}: its weights are {kind} already, by {found.source}")
+    found = checkpoint.int8 or checkpoint.int4 or checkpoint.fp8
+    if found is not None and checkpoint.quantized is not None:
+        raise CheckpointError(f"{path}: its weights are {checkpoint.quantized.codes} already, by {found.source}")
     _check_empty(out)
     return checkpoint
 

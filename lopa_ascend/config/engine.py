@@ -18,8 +18,8 @@ GRAPH_MODES_BY_DEVICE = {
 """The first mode of a device is its default."""
 GRAPH_MODES = tuple(dict.fromkeys(("eager", *(mode for modes in GRAPH_MODES_BY_DEVICE.values() for mode in modes))))
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16")
-QUANTIZATIONS = {"w8a8": 0, "w4a8": 32, "w4a8_g128": 128}
-"""Number of inputs that share a scale of int4 weights; 0 for int8 weights."""
+QUANTIZATIONS = {"w8a8": ("int8", 0), "w4a8": ("int4", 32), "w4a8_g128": ("int4", 128), "fp8": ("fp8", 0)}
+"""The weights' codes, and the number of inputs that share a scale of int4 weights."""
 INT8_GRAPH_MODES = tuple(mode for mode in GRAPH_MODES if mode != "inductor")
 INT8_LAYERS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 """The linear layers that quantisation changes, by their names in ``quantization_exclude`` and architecture tables."""
@@ -65,7 +65,8 @@ class EngineConfig:
         None,
         Choice(tuple(QUANTIZATIONS)),
         "w8a8: linear layers of int8 weights (a scale for each output) and int8 activations (a scale for each "
-        "token); w4a8, w4a8_g128: of int4 weights (a scale for each 32 or 128 inputs), on a cpu; not with "
+        "token); w4a8, w4a8_g128: of int4 weights (a scale for each 32 or 128 inputs), on a cpu; fp8: of float8 e4m3 "
+        "weights and activations, on a GPU of compute capability 8.9, 9.0 or 10.0, and slowly on a cpu; not with "
         "`graph_mode` inductor",
         group=Section.MODEL,
         default_text="as the checkpoint is stored",
@@ -92,6 +93,15 @@ class EngineConfig:
         group=Section.ENGINE,
         default_text="what the other limits can use; at most 4GiB and half of the free memory, or on an NPU or a "
         "GPU four fifths of the memory that is free beside the weights and the scores of the largest graph",
+    )
+    gpu_memory_utilization: float | None = declare(
+        None,
+        Number(0.01, 1),
+        "share of the whole memory of a GPU or an NPU up to which a rank may use it, weights included; not with "
+        "`kv_cache_memory`",
+        group=Section.ENGINE,
+        metavar="SHARE",
+        default_text="all that is free",
     )
     max_num_seqs: int = declare(
         32,
@@ -199,6 +209,8 @@ class EngineConfig:
             message = f"unknown value {self.graph_mode!r} for device {self.device}; choose one of {', '.join(modes)}"
             raise ParameterError("graph_mode", message)
         check_window_attention(self.graph_params.window_attention, self.branch_parallel_size, self.graph_mode)
+        if self.gpu_memory_utilization is not None and self.kv_cache_memory is not None:
+            raise ParameterError("gpu_memory_utilization", "does not go with kv_cache_memory; leave out one of them")
         if self.quantization_exclude and self.quantization is None:
             raise ParameterError("quantization_exclude", "needs quantization")
         if self.quantization is not None:
@@ -222,7 +234,12 @@ class EngineConfig:
     @property
     def group_size(self) -> int:
         """Number of inputs that share a scale of int4 weights; 0 without quantisation to int4."""
-        return 0 if self.quantization is None else QUANTIZATIONS[self.quantization]
+        return 0 if self.quantization is None else QUANTIZATIONS[self.quantization][1]
+
+    @property
+    def codes(self) -> str | None:
+        """Number format of quantised weights: "int8", "int4" or "fp8"; None without quantisation."""
+        return None if self.quantization is None else QUANTIZATIONS[self.quantization][0]
 
     def check_split(self, model: ModelConfig) -> None:
         """Raises ParameterError if ``tensor_parallel_size`` ranks cannot split a model."""

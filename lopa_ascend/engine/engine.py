@@ -80,7 +80,8 @@ class Engine:
     Raises:
         CheckpointError, ConfigError, ModelError, TokenizerError, UnsupportedStackError: the model or the device's
             software cannot be used. No weights were loaded, unless their values are wrong, such as NaN.
-        ParameterError: a setting cannot be used. No weights were loaded, unless it is ``kv_cache_memory``.
+        ParameterError: a setting cannot be used. No weights were loaded, unless it is ``kv_cache_memory`` or
+            ``gpu_memory_utilization``.
         StartError: another rank cannot serve.
         GraphError: there is no room for so many graphs. The device may show that only once the weights are loaded.
     """
@@ -176,7 +177,8 @@ class Engine:
             return KVPool(shape, num_pages, dtype, str(model.ops.device), num_padding_pages), page_bytes
         except RuntimeError as error:  # torch.OutOfMemoryError, or on a CPU its base class
             size = format_size((num_pages + num_padding_pages) * page_bytes)
-            raise ParameterError("kv_cache_memory", f"{size} cannot be allocated; choose less") from error
+            param = "kv_cache_memory" if self.config.gpu_memory_utilization is None else "gpu_memory_utilization"
+            raise ParameterError(param, f"{size} of KV pages cannot be allocated; choose less") from error
 
     def _check_exchanges(self, model: Model, prepared: Prepared) -> None:
         """Refuses groups of ranks whose exchanges give something else than they must, alone or in a captured graph, at

@@ -184,14 +184,16 @@ class Quantized:
 
     modules: frozenset[str] = frozenset()
     group_size: int = 0
-    """Of int4 weights: how many inputs share a scale; 0: the weights are int8, with a scale for each output."""
+    """Of int4 weights: how many inputs share a scale; 0: the weights have 8 bits, with a scale for each output."""
     has_zeros: bool = False
     """Whether each group of int4 weights has a code of its own that means zero."""
+    is_fp8: bool = False
+    """Whether weights of 8 bits are float8 e4m3 instead."""
 
     @property
-    def bits(self) -> int:
-        """Bits of a weight."""
-        return 4 if self.group_size else 8
+    def codes(self) -> str:
+        """What the weights are: "int8", "int4" or "fp8"."""
+        return "int4" if self.group_size else "fp8" if self.is_fp8 else "int8"
 
 
 FLOAT = Quantized()
@@ -231,15 +233,16 @@ class Tensors:
             total += int(math.prod(spec.shape) * size) // share
         return total
 
-    def quantized(self, layers: Collection[str], group_size: int = 0) -> Quantized:
+    def quantized(self, layers: Collection[str], group_size: int = 0, *, is_fp8: bool = False) -> Quantized:
         """The modules of the linear layers that ``quantization_exclude`` calls so, symmetric.
 
         Args:
             layers: of which.
             group_size: as in `Quantized`.
+            is_fp8: as in `Quantized`.
         """
         modules = (module for module, spec in self.linears.items() if spec.row.linear in layers)
-        return Quantized(frozenset(modules), group_size)
+        return Quantized(frozenset(modules), group_size, is_fp8=is_fp8)
 
     def with_scales(self, layers: Quantized) -> Tensors:
         """These tensors with quantised linear layers, and, behind each weight of those, its scales."""
@@ -250,7 +253,7 @@ class Tensors:
         return replace(self, specs=specs)
 
     def check_groups(self, layers: Quantized, ranks: int, sizes: Collection[int]) -> None:
-        """Refuses a split after which groups of int4 weights would lie on two ranks, and experts in int4.
+        """Refuses a split after which groups of int4 weights would lie on two ranks, and experts in int4 or fp8.
 
         Args:
             layers: the quantised linear layers.
@@ -260,12 +263,16 @@ class Tensors:
         Raises:
             ParameterError: names what is allowed.
         """
-        if not layers.group_size:
+        if layers.codes == "int8":
             return
         group, linears = layers.group_size, [s for name, s in self.linears.items() if name in layers.modules]
         experts = next((spec.module for spec in linears if spec.row.each), None)
         if experts is not None:
-            raise ParameterError("quantization", f"int4 is not supported for experts ({experts}); choose w8a8")
+            raise ParameterError(
+                "quantization", f"{layers.codes} is not supported for experts ({experts}); choose w8a8"
+            )
+        if not group:
+            return
         undivided = {
             n: next((spec for spec in linears if spec.shape[1] // (n if spec.split_axis == 1 else 1) % group), None)
             for n in {ranks, *sizes}

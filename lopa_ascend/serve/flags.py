@@ -78,7 +78,7 @@ FLAGS = {**ENGINE_FLAGS, **SERVE_FLAGS, **DECODING_FLAGS}
 
 USUAL = frozenset((
     "model", "lora_path", "dtype", "device", "max_model_len", "served_model_name", "chat_template",
-    "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "seed",
+    "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "gpu_memory_utilization", "seed",
     "tensor_parallel_size", "branch_parallel_size", "replicas",
     "graph_mode",
     "host", "port", "api_key", "allowed_origins", "root_path", "request_timeout", "shutdown_timeout",

@@ -9,10 +9,16 @@ import torch
 import triton
 
 from lopa_ascend import LLM
-from lopa_ascend.backend.cuda import DEVICE, INTERPRETED, Cuda, check_capability, driver_version
+from lopa_ascend.backend.cpu.profiler import TorchProfiler
+from lopa_ascend.backend.cuda import (
+    DEVICE,
+    INTERPRETED,
+    Cuda,
+    check_capability,
+    check_fp8_capability,
+    driver_version,
+)
 from lopa_ascend.config import ParameterError
-
-MODELS = Path(__file__).parents[1] / "data" / "golden" / "models"
 
 
 def test_a_torch_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,18 +42,25 @@ def test_an_old_gpu_is_refused() -> None:
         check_capability("Tesla T4", (7, 5))
 
 
+def test_a_gpu_without_row_wise_products_of_fp8_is_refused() -> None:
+    for capability in ((8, 9), (9, 0), (10, 0)):
+        check_fp8_capability("NVIDIA H100", capability)
+    for name, capability in {"NVIDIA A100": (8, 0), "RTX 5090": (12, 0)}.items():
+        with pytest.raises(ParameterError, match=rf"8\.9 or 9\.0 or 10\.0, and {name} has .*; choose .* w8a8"):
+            check_fp8_capability(name, capability)
+
+
 def test_a_gpu_without_room_for_the_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cuda, "free_memory", lambda *_: 2**20)
     with pytest.raises(
         ParameterError, match=r"device: the weights of a rank take .* MiB, and the GPU has 1.0 MiB free"
     ):
         LLM(device="cuda", graph_mode="eager")
-
-
-def test_a_model_with_experts_is_refused() -> None:
-    model = str(MODELS / "llada2" / "model_a")
-    with pytest.raises(ParameterError, match=r"model_a has experts, for which device cuda has no kernels; choose cpu"):
-        LLM(model, device="cuda", graph_mode="eager")
+    monkeypatch.setattr(Cuda, "held_memory", lambda *_: (0, 2**20))
+    with pytest.raises(
+        ParameterError, match=r"gpu_memory_utilization: the weights .* a share of 0\.5 leaves it 512.0 KiB"
+    ):
+        Cuda().check_memory(2**20, 1, 0.5)
 
 
 # ---- on a machine with a GPU -----------------------------------------------------------------------------------------
@@ -117,8 +130,19 @@ def test_a_gpu_is_named_with_its_software(monkeypatch: pytest.MonkeyPatch, gpu: 
 
 @pytest.mark.usefixtures("gpu")
 def test_profiles_of_a_gpu_have_its_kernels() -> None:
-    assert DEVICE.profiler.activities == (torch.profiler.ProfilerActivity.CUDA,)
+    profiler = DEVICE.profiler
+    assert isinstance(profiler, TorchProfiler)
+    assert profiler.activities == (torch.profiler.ProfilerActivity.CUDA,)
 
 
 def test_profiles_of_interpreted_kernels_are_those_of_a_cpu() -> None:
-    assert DEVICE.profiler.activities == ()
+    profiler = DEVICE.profiler
+    assert isinstance(profiler, TorchProfiler)
+    assert profiler.activities == ()
+
+
+def test_interpreted_kernels_have_no_share_of_a_gpu() -> None:
+    with pytest.raises(
+        ParameterError, match="gpu_memory_utilization: needs a GPU or an NPU: .* choose kv_cache_memory"
+    ):
+        LLM(device="cuda", graph_mode="eager", gpu_memory_utilization=0.9)

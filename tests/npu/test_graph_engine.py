@@ -21,9 +21,9 @@ from lopa_ascend.engine.engine import Engine
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.plain import Attend
 from scripts.eval.demo import decoding, evaluate
-from scripts.eval.golden import Case
 from scripts.eval.problems import read
 from tests import golden
+from tests.golden_families import Case
 from tests.npu.lab import capture, device, engine  # noqa: F401
 from tests.npu.lab.constraints import numeric
 from tests.npu.lab.traffic import Traffic, host_traffic

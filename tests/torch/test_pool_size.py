@@ -12,7 +12,7 @@ from lopa_ascend.backend.compiler import Compiler, Eager, GraphError
 from lopa_ascend.backend.cuda import Cuda
 from lopa_ascend.backend.device import Device
 from lopa_ascend.backend.npu import Npu
-from lopa_ascend.config import EngineConfig
+from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.engine.prepare import choose_num_pages
 from lopa_ascend.graph.buckets import Bucket, declare
 from lopa_ascend.graph.setup import GraphPlan
@@ -71,6 +71,22 @@ def test_dream_7b_with_default_flags_has_room_for_its_graphs_on_24_gb(monkeypatc
     logits, activations = 8192 * VOCABULARY * 2, 8192 * (3 * INNER + 2 * HIDDEN) * 2
     assert kept + (logits + activations) + activations < free - 0.8e9
     assert pages >= 4 * PAGES  # a request of the longest sequence with three lookahead branches
+
+
+def test_a_share_of_the_device_is_what_weights_and_pages_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 GiB, 15 are weights and 9 are another program's."""
+    page_bytes = 7 * 2**20
+    monkeypatch.setattr(Npu, "held_memory", lambda *_: (15 * GIB, 64 * GIB))
+
+    def pages(share: float | None) -> int:
+        ranks = {} if share is None else {"gpu_memory_utilization": share}
+        return num_pages(monkeypatch, 40 * GIB, page_bytes, slots=4, ranks=ranks)
+
+    reserved = 8192 * VOCABULARY * 10 + 64 * page_bytes
+    assert pages(0.6) == (int(64 * GIB * 0.6) - 15 * GIB - reserved) * 4 // 5 // page_bytes
+    assert pages(1.0) == pages(0.9) == pages(None), "the other program keeps what it has"
+    with pytest.raises(ParameterError, match=r"gpu_memory_utilization: a share of 0\.4 leaves no KV page beside the"):
+        pages(0.4)
 
 
 def test_one_kernel_takes_the_entries_of_a_whole_step_where_memory_goes_that_far(

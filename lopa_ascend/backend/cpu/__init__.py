@@ -19,7 +19,7 @@ class Cpu(Device):
     """A CPU, with the memory that all ranks on it share."""
 
     name, resource, collectives, on_host = "cpu", "CPU", "gloo", True
-    free_tokens, has_int4 = 32, True
+    free_tokens, codes = 32, ("int8", "int4", "fp8")
 
     def rank_needs(self, config: EngineConfig) -> int:
         """As many cores as a rank has threads."""
