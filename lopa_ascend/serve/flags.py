@@ -82,10 +82,8 @@ USUAL = frozenset((
     "tensor_parallel_size", "branch_parallel_size", "replicas",
     "graph_mode",
     "host", "port", "api_key", "allowed_origins", "root_path", "request_timeout", "shutdown_timeout",
-    "enable_log_requests", "keep_alive_interval",
-    "ssl_certfile", "ssl_keyfile",
-    "preset", "decoding", "num_branches", "block_size", "tau_add", "tau_act", "tau_conf", "max_new_tokens",
-    "temperature",
+    "enable_log_requests", "ssl_certfile", "ssl_keyfile",
+    "preset", "decoding", "num_branches", "block_size", "tau_conf", "max_new_tokens", "temperature",
 ))  # fmt: skip
 """The flags that people use, which --help shows, one line for each group; --help-all shows the others too."""
 
