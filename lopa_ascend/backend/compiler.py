@@ -41,6 +41,8 @@ class Compiler(ABC):
     """What speaks against the mode, with a place for the number of graphs."""
     seconds_to_compile: tuple[float, float] | None = None
     """CPU seconds in which a bucket is compiled: for any model, and in addition for each layer. None: not measured."""
+    packs: bool = False
+    """Whether a bucket takes so little time that there are packed ones, too; see ``graph/buckets.py``."""
     num_compilations: int
     """Buckets that were compiled."""
     num_loaded: int
@@ -153,6 +155,7 @@ class Eager(Compiler):
     """Compiles nothing: each op of a step is a launch of its own."""
 
     mode = "eager"
+    packs = True
 
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
         def run(kv_lengths: Sequence[int]) -> Tensor:

@@ -80,6 +80,7 @@ class CudaGraphs(Compiler):
     """
 
     mode = "cuda_graphs"
+    packs = True
 
     def __init__(self, capture: Capture) -> None:
         super().__init__()
