@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
@@ -173,6 +174,16 @@ class Launcher:
         """The tokens and the probabilities of this rank's rows, on the host."""
         found, bp = view_output(output.cpu(), self.bucket, self._step.score.num_columns), self._step.bp
         return found.ids[:, bp.rank :: bp.size], found.max_probs[:, bp.rank :: bp.size]
+
+    def seconds(self) -> float:
+        """How long a step of padding rows takes, with few keys."""
+        assert self._run is not None
+        kv_lengths, times = self._write([], [], ()), []
+        for _ in range(2):
+            begin = time.perf_counter()
+            self._step.model.ops.read_later(self._run(kv_lengths))()
+            times.append(time.perf_counter() - begin)
+        return min(times)
 
     def launch(
         self, sequences: list[Sequence], views: list[HostView], counts: Counts, probe: Probe

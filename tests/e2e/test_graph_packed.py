@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from lopa_ascend import DecodingParams
-from lopa_ascend.backend.compiler import Eager
+from lopa_ascend.backend.compiler import Eager, GraphError
 from lopa_ascend.config import GraphParams
 from lopa_ascend.core import Request, Sequence
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.graph import executor as graph_executor
-from lopa_ascend.graph import setup
+from lopa_ascend.graph import policy, setup
 from lopa_ascend.graph.inputs import HostView
 from lopa_ascend.graph.launcher import Launcher
 from lopa_ascend.graph.tensors import view_output
@@ -181,3 +184,51 @@ def test_branches_that_there_is_no_room_for_fail_their_request(path: str, monkey
         errors += [update.error for update in served.step() if update.error]
     assert len(errors) == 1
     assert "no room for all branches" in errors[0]
+
+
+class Checked(Eager):
+    """Its graphs are compared with their steps at start, and find their block-rows by ``found``."""
+
+    mode = "checked"
+
+    def __init__(self, found: Callable[[policy.Layout], policy.Layout]) -> None:
+        super().__init__()
+        self._found = found
+
+    def _compile(self, step, name, tensors, kv_lengths):
+        def run(kv_lengths):
+            with mock.patch.object(policy, "layout", lambda *given: self._found(layout(*given))):
+                return step(tensors, kv_lengths)
+
+        layout = policy.layout
+        return run
+
+
+@pytest.mark.parametrize(
+    ("found", "is_right"),
+    [
+        (lambda found: found, True),
+        (lambda found: found._replace(slots=found.slots.roll(1)), False),
+        (lambda found: found._replace(blocks=found.blocks.roll(1)), False),
+        (lambda found: found._replace(rows=found.rows.roll(-1)), False),
+    ],
+    ids=["right", "slots", "blocks", "rows"],
+)
+def test_a_graph_with_wrong_block_rows_is_refused_at_start(path: str, found, is_right: bool, monkeypatch) -> None:
+    monkeypatch.setattr(setup, "load_compiler", lambda *_, **__: Checked(found))
+    with nullcontext() if is_right else pytest.raises(GraphError, match="_rows.*does not compute what its step"):
+        served = engine(path, graph_window_blocks=2, max_num_seqs=1)
+        assert any(bucket.rows is not None for bucket in served.runner.graphs.launchers)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_steps_are_read_first_where_fewer_block_rows_save_more_than_the_host_takes(
+    path: str, pays, monkeypatch
+) -> None:
+    monkeypatch.setattr(setup, "load_compiler", lambda *_, **__: Checked(lambda found: found))
+    monkeypatch.setattr(Launcher, "seconds", lambda launcher: launcher.bucket.tokens * (1.0 if pays else 1e-9))
+    served = engine(path, graph_window_blocks=2, max_num_seqs=1)
+    assert served.runner.graphs.graphs.ahead == (not pays)
+    (output,) = run(served, [([5, 6, 7], PARAMS)])
+    (expected,) = run(engine(path, graph_mode="eager"), [([5, 6, 7], PARAMS)])
+    assert output.token_ids == expected.token_ids
