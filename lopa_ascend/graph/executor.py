@@ -2,7 +2,8 @@
 
 The device carries the sequences' states from step to step. The host follows with ``decode/``, the definition: it reads
 back what each step predicted, absorbs it, and so knows what the device has decided. To launch step n + 1 it needs only
-the results of step n - 1, so the device computes step n while the host reads and plans.
+the results of step n - 1, so the device computes step n while the host reads and plans. Where packed buckets save more
+than that, it reads step n first.
 
 Prompts, and requests that ask for something that graphs do not support, are left to the eager executor.
 """
