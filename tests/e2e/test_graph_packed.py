@@ -19,7 +19,7 @@ from lopa_ascend.config import GraphParams
 from lopa_ascend.core import Request, Sequence
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.graph import executor as graph_executor
-from lopa_ascend.graph import policy, setup
+from lopa_ascend.graph import policy, setup, window
 from lopa_ascend.graph.inputs import HostView
 from lopa_ascend.graph.launcher import Launcher
 from lopa_ascend.graph.tensors import view_output
@@ -99,11 +99,11 @@ class Compared:
         if graphs.graphs.ahead:  # the host does not know the rows
             return kept
         tables = sequence.page_tables.by_slot
-        places = zip(tables, (row.end for row in plan.rows), strict=False)
+        places = [(table, row.end) for table, row in zip(tables, plan.rows, strict=False)]
         if plan.num_new:
             last = num_blocks(strategy, plan.start + plan.num_new)
             kept.append(graphs.seats.storage.hidden[graphs.seats.hidden_row(sequence, last)].clone())
-            places = ((table, plan.start + plan.num_new) for table in tables)
+            places = [(table, plan.start + plan.num_new) for table in tables]
         return kept + [graphs.pool.read(table, plan.start, end) for table, end in places]
 
     def state(self, view: HostView) -> list[torch.Tensor]:
@@ -170,11 +170,10 @@ def test_neighbours_change_nothing(path: str) -> None:
 def test_branches_that_there_is_no_room_for_fail_their_request(path: str, monkeypatch) -> None:
     """The host counts again what the device had to compute, once it knows."""
 
-    def too_few(sequence, window, *, in_flight, **sizes):
-        counts = block_rows(sequence, window, in_flight=in_flight, **sizes)
+    def too_few(sequence, blocks, *, in_flight, **sizes):
+        counts = window.block_rows(sequence, blocks, in_flight=in_flight, **sizes)
         return (1,) * len(counts) if in_flight else counts
 
-    block_rows = graph_executor.block_rows
     monkeypatch.setattr(graph_executor, "block_rows", too_few)
     monkeypatch.setattr("lopa_ascend.graph.launcher.filled_up", lambda counts, _: counts)
     served = engine(path, graph_params=GraphParams(num_branches=5, block_size=8))
