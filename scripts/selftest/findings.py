@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import sys
 import time
@@ -31,6 +30,7 @@ from scripts.selftest.cases import (
     write_cases,
 )
 from scripts.selftest.expert_cases import EXPERTS, expert_cases
+from scripts.selftest.hour import shortened
 from scripts.selftest.int8_cases import INT8, int8_cases
 from scripts.selftest.layer_cases import captured_cases
 from scripts.selftest.policy_cases import policy_cases
@@ -54,7 +54,6 @@ SUMS = 8
 """All-reduces of a run: the host waits for the device once in a run, which takes longer than a small all-reduce."""
 REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, ImportError)
 """What an op raises that the device or this torch_npu cannot run."""
-MAX_MESSAGE = 300
 
 
 @dataclass(frozen=True)
@@ -133,13 +132,6 @@ def examine_cases(cases: Iterable[Case | Finding], rest: str, repeats: int) -> l
     except REFUSALS as error:
         findings.append(announced(Finding(rest, "refused", message=f"not tried: {shortened(error)}")))
     return findings
-
-
-def shortened(error: Exception) -> str:
-    """The beginning of an error's text on one line, without folders and addresses of this machine."""
-    text = " ".join(f"{error}".split()) or type(error).__name__
-    text = re.sub(r"(?<![\w./])(?:/[^\s/:'\"()\[\],]+)+/", "", text)
-    return re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}\b", "<address>", text)[:MAX_MESSAGE]
 
 
 def median_micros(run: Callable[[], object], repeats: int) -> float:

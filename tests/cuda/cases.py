@@ -1,5 +1,5 @@
-"""Calls of every kernel of the CUDA backend, with what they must compute and move: pytest runs them small and in Triton's
-interpreter, the self-test at a model's sizes on a GPU."""
+"""Calls of every kernel of the CUDA backend, with what they must compute and move. pytest runs them small and in
+Triton's interpreter, the self-test at a model's sizes on a GPU."""
 
 from __future__ import annotations
 
@@ -202,9 +202,7 @@ def product_cases(ops: Ops, s: Sizes, random: Random) -> Iterator[Case]:
         yield Case(
             f"int8 linear, {name}",
             partial(ops.quant_linear, codes, scale, weights, by_output, bias, x.dtype),
-            lambda codes=codes, weights=weights, scale=scale, by_output=by_output, bias=bias: (
-                _product(codes, weights) * by_output * scale[:, None] + (0 if bias is None else bias.double())
-            ),
+            partial(_int8_product, codes, scale, weights, by_output, bias),
             num_bytes=codes.nbytes + weights.nbytes + written,
             operations=operations,
             rate="int8",
@@ -214,6 +212,11 @@ def product_cases(ops: Ops, s: Sizes, random: Random) -> Iterator[Case]:
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """In float64, which also holds sums of products of int8 exactly."""
     product = x.double() @ weight.double().T
+    return product if bias is None else product + bias.double()
+
+
+def _int8_product(codes: Tensor, scale: Tensor, weight: Tensor, by_output: Tensor, bias: Tensor | None) -> Tensor:
+    product = _product(codes, weight) * by_output * scale[:, None]
     return product if bias is None else product + bias.double()
 
 
@@ -243,21 +246,25 @@ def _head_cases(ops: Ops, s: Sizes, random: Random) -> Iterator[Case]:
         ("kv_write", s.tokens, None),
         ("kv_write, each token twice", 2 * s.tokens, random.order(2 * s.tokens) // 2),
     ):
-        into = caches.clone()
+        written = caches.clone()
         yield Case(
             name,
-            partial(ops.kv_write, k, v, into[0], into[1], slots[:count], source),
+            partial(ops.kv_write, k, v, written[0], written[1], slots[:count], source),
             partial(_written, caches, k, v, slots[:count], source),
-            lambda _, into=into: into,
+            partial(_of_memory, written),
             num_bytes=4.0 * count * s.kv_heads * s.dim * k.itemsize,
             most=0.0,
         )
 
 
+def _of_memory(written: Tensor, _: object) -> Tensor:
+    return written
+
+
 def _written(caches: Tensor, k: Tensor, v: Tensor, slots: Tensor, source: Tensor | None) -> Tensor:
     """The definition runs on the CPU: it writes token by token."""
-    into, given = caches.cpu().clone(), [x.cpu() for x in (k, v)]
-    definition.kv_write(*given, into[0], into[1], slots.cpu(), None if source is None else source.cpu())
+    into = caches.cpu().clone()
+    definition.kv_write(k.cpu(), v.cpu(), into[0], into[1], slots.cpu(), None if source is None else source.cpu())
     return into.to(k.device)
 
 
