@@ -32,7 +32,6 @@ from lopa_ascend.model.base import SplitModel
 from scripts.bench.plan.devices import Range, known_devices, load_device
 from scripts.bench.plan.models import load_model
 from scripts.selftest.hour import LEFT_OUT, WRONG, Report, Row, Step
-from scripts.selftest.random_steps import Examined, bits, build, clock, random_model
 from tests import golden
 from tests.cuda.cases import DREAM_7B, MOST, Case, Random, Sizes, cases, error_of
 
@@ -44,7 +43,7 @@ REPLAYS = 10
 L2_BYTES = 48 * 2**20
 ALIKE = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bf16"}
 ENGINES = ("llguidance", "msgspec", "regex", "tokenizers", "safetensors", "jinja2")
-"""Modules that whole engines import beside torch, Triton and NumPy, which all other steps do with."""
+"""Modules that whole engines import beside torch, Triton and NumPy. Steps of random models need msgspec of these."""
 SERVED = (*ENGINES, "fastapi", "fastapi_offline", "uvicorn", "httptools", "pydantic", "zmq", "prometheus_client")
 
 
@@ -275,6 +274,8 @@ def _known_device(found: Report) -> Range | None:
 def captures(plan: Plan, found: Report) -> Iterator[Row]:
     """Two layers as an engine captures them: with other KV lengths over random keys a replay has the bits of the step
     op by op; and it can be captured again once all graphs are gone."""
+    from scripts.selftest.random_steps import Examined, bits, build
+
     ops = opened()
     capture, model = capture_of(ops), _model(plan, ops, layers=2)
     for attempt in ("captured", "captured again after all graphs were destroyed"):
@@ -293,6 +294,8 @@ def captures(plan: Plan, found: Report) -> Iterator[Row]:
 
 
 def _model(plan: Plan, ops: Ops, layers: int | None = None, *, is_int8: bool = False) -> SplitModel:
+    from scripts.selftest.random_steps import random_model
+
     config = plan.model if layers is None else replace(plan.model, num_layers=layers)
     return random_model(config, ops, plan.dtype, is_int8=is_int8)
 
@@ -300,6 +303,8 @@ def _model(plan: Plan, ops: Ops, layers: int | None = None, *, is_int8: bool = F
 def buckets(plan: Plan, found: Report) -> Iterator[Row]:
     """Memory of graphs after each bucket of an engine, from the largest to the smallest and the other way round. Both
     alike: the engine orders them itself."""
+    from scripts.selftest.random_steps import Examined, build
+
     ops = opened()
     model = _model(plan, ops, layers=2)
     for order, largest_first in (("descending", True), ("ascending", False)):
@@ -319,6 +324,8 @@ def buckets(plan: Plan, found: Report) -> Iterator[Row]:
 
 def steps(plan: Plan, found: Report) -> Iterator[Row]:
     """Milliseconds of steps of one request, after what the planner predicts of each; and what their kernels take."""
+    from scripts.selftest.random_steps import Examined, build, clock
+
     ops = opened()
     for precision in ("bf16", "w8a8"):
         model = _model(plan, ops, is_int8=precision == "w8a8")
