@@ -12,13 +12,14 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from scripts.bench.plan.devices import Range, known_devices, load_device
 from scripts.bench.plan.models import load_model
 from scripts.selftest.hour import LEFT_OUT, WRONG, Report, Row, Step
 from tests import golden
-from tests.cuda.cases import DREAM_7B, MOST, Case, Random, Sizes, cases, error_of
+from tests.cuda.cases import DREAM_7B, MOST, Case, Random, Sizes, attention_case, cases, error_of
 
 CALLS = 56
 """Calls in a graph that is timed."""
@@ -356,8 +357,8 @@ def _predicted(found: Report, k: int, keys: int, precision: str) -> list[float]:
 
 
 def choices(plan: Plan, found: Report) -> Iterator[Row]:
-    """Candidates for one product beside one another: int8 by the own kernel, by cuBLAS with scales after it, fp8 with
-    scales inside it, and bf16."""
+    """Candidates beside one another: int8 products by the own kernel and by cuBLAS with scales after it, fp8 with scales
+    inside it, and bf16; and tiles of attention."""
     ops = opened()
     capture, s = capture_of(ops), plan.sizes
     queries = s.heads * s.dim
@@ -378,6 +379,25 @@ def choices(plan: Plan, found: Report) -> Iterator[Row]:
                 row[kind] = 1e6 * seconds_of(capture, [make(*pair) for pair in pairs], ops.device)
             except (RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
                 row[kind] = f"refused: {str(error).splitlines()[0][:80]}"
+        yield row
+    yield from _attentions(plan, ops, capture)
+
+
+def _attentions(plan: Plan, ops: Ops, capture: Capture) -> Iterator[Row]:
+    """Attention of one request with 8 branches, and of many, by what the ops choose and by what they could."""
+    from lopa_ascend.backend.cuda import ops as chosen
+
+    for alternative in ({}, {"QUERY_ROWS": 64}, {"QUERY_ROWS": 128}, {"FEW_PROGRAMS": 0}):
+        known = {name: value for name, value in alternative.items() if getattr(chosen, name, value) != value}
+        if len(known) < len(alternative):  # these ops have no such choice, or make it
+            continue
+        row: Row = {"name": f"attention, us, {known or 'as it is served'}"}
+        with mock.patch.multiple(chosen, **known) if known else nullcontext():
+            for branches, requests in ((8, 1), (1, plan.sizes.sequences)):
+                name = f"{requests} x {branches} branches"
+                randoms = [Random(ops.device, plan.dtype, seed) for seed in range(SETS)]
+                alike = [attention_case(ops, plan.sizes, random, name, requests, branches) for random in randoms]
+                row[name] = 1e6 * seconds_of(capture, [case.run for case in alike], ops.device)
         yield row
 
 

@@ -240,8 +240,17 @@ def _head_cases(ops: Ops, s: Sizes, random: Random) -> Iterator[Case]:
         lambda: definition.norm_rope(q, k, weights[0], weights[1], EPS, *tables),
         num_bytes=2.0 * (q.nbytes + k.nbytes),
     )
-    caches = torch.zeros(2, pages_for(2 * s.tokens), PAGE_SIZE, s.kv_heads, s.dim, dtype=qkv.dtype, device=ops.device)
-    slots = random.order(2 * s.tokens).int()
+    caches, slots = _empty_pages(s, random)
+    if (fused := getattr(ops, "rope_and_write", None)) is not None:
+        into = caches.clone()
+        given = qkv, None, EPS, by_head, (into[0], into[1]), slots[: s.tokens], None
+        yield Case(
+            "rope_and_write",
+            partial(fused, *given),
+            lambda: _rotated_and_written(qkv, by_head, caches, slots[: s.tokens], s),
+            lambda found: [found, into],
+            num_bytes=2 * qkv.nbytes,
+        )
     for name, count, source in (
         ("kv_write", s.tokens, None),
         ("kv_write, each token twice", 2 * s.tokens, random.order(2 * s.tokens) // 2),
@@ -255,6 +264,21 @@ def _head_cases(ops: Ops, s: Sizes, random: Random) -> Iterator[Case]:
             num_bytes=4.0 * count * s.kv_heads * s.dim * k.itemsize,
             most=0.0,
         )
+
+
+def _empty_pages(s: Sizes, random: Random) -> tuple[Tensor, Tensor]:
+    """Pages for the tokens of a step twice, and where each goes."""
+    shape = 2, pages_for(2 * s.tokens), PAGE_SIZE, s.kv_heads, s.dim
+    return torch.zeros(shape, dtype=random.dtype, device=random.device), random.order(2 * s.tokens).int()
+
+
+def _rotated_and_written(
+    qkv: Tensor, tables: Sequence[Tensor], caches: Tensor, slots: Tensor, s: Sizes
+) -> list[Tensor]:
+    q, k, v = qkv.split([s.heads, s.kv_heads, s.kv_heads], 1)
+    cos, sin = (table.split([s.heads, s.kv_heads, s.kv_heads], 1) for table in tables)
+    rotated = definition.rope(k, cos[1], sin[1])
+    return [definition.rope(q, cos[0], sin[0]), _written(caches, rotated, v, slots, None)]
 
 
 def _of_memory(written: Tensor, _: object) -> Tensor:
