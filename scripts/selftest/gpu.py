@@ -12,7 +12,7 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
@@ -357,8 +357,8 @@ def _predicted(found: Report, k: int, keys: int, precision: str) -> list[float]:
 
 
 def choices(plan: Plan, found: Report) -> Iterator[Row]:
-    """Candidates beside one another: int8 products by the own kernel and by cuBLAS with scales after it, fp8 with scales
-    inside it, and bf16; and tiles of attention."""
+    """Candidates beside one another: int8 products by the own kernel and by cuBLAS with scales after it, fp8 with
+    scales inside it, and bf16; and tiles of attention."""
     ops = opened()
     capture, s = capture_of(ops), plan.sizes
     queries = s.heads * s.dim
@@ -392,7 +392,7 @@ def _attentions(plan: Plan, ops: Ops, capture: Capture) -> Iterator[Row]:
         if len(known) < len(alternative):  # these ops have no such choice, or make it
             continue
         row: Row = {"name": f"attention, us, {known or 'as it is served'}"}
-        with mock.patch.multiple(chosen, **known) if known else nullcontext():
+        with mock.patch.dict(vars(chosen), known):
             for branches, requests in ((8, 1), (1, plan.sizes.sequences)):
                 name = f"{requests} x {branches} branches"
                 randoms = [Random(ops.device, plan.dtype, seed) for seed in range(SETS)]
