@@ -56,6 +56,8 @@ class Plan:
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     model: ModelConfig = field(default_factory=partial(load_model, "Dream-7B"))
     """Of random weights."""
+    layers: int = 2
+    """Of what is captured to be compared, and to see what memory it takes."""
     dtype: torch.dtype = torch.bfloat16
     copied: int = 2**30
     """Bytes of the copy that measures the bandwidth."""
@@ -72,8 +74,11 @@ class Plan:
     block: int = 32
     keys: int = 640
     """Of the other steps."""
+    few_sequences: int = 4
+    """Of the engine whose steps are compared."""
     most_sequences: int = 64
-    """Of the engine whose buckets are captured in two orders."""
+    most_blocks: int = EngineConfig.graph_window_blocks
+    """Of the one whose buckets are captured in two orders."""
 
 
 def capture_of(ops: Ops) -> Capture:
@@ -174,8 +179,10 @@ def run_all(sizes: Sizes) -> None:
 # ---- rates -----------------------------------------------------------------------------------------------------------
 
 
-def seconds_of(capture: Capture, runs: Sequence[Callable[[], Any]], device: torch.device) -> float:
-    """Seconds of a call, of CALLS in a captured graph that take turns."""
+def seconds_of(ops: Ops, runs: Sequence[Callable[[], Any]]) -> float:
+    """Seconds of a call, of CALLS in a captured graph that take turns. Its pool of memory is its own: one whose graphs
+    are all destroyed cannot be used again while a block of it lives."""
+    capture, device = capture_of(ops), ops.device
 
     def launch() -> Tensor:
         results = [None]
@@ -208,34 +215,34 @@ def timed(run: Callable[[], object], capture: Capture, device: torch.device) -> 
 def ceilings(plan: Plan, found: Report) -> Iterator[Row]:
     """What this GPU reaches, on random numbers; then every kernel beside its floor by these rates."""
     ops = opened()
-    capture, device, random, side = capture_of(ops), ops.device, Random(ops.device, plan.dtype, 0), plan.side
+    device, random, side = ops.device, Random(ops.device, plan.dtype, 0), plan.side
     if known := _known_device(found):
         low = known.low
         peaks = {"TB/s": low.reachable_bandwidth, "bf16 peak TFLOP/s": low.bf16_flops, "int8 peak": low.int8_flops}
         yield {"name": "data sheet", **{name: value / 1e12 for name, value in peaks.items()}}
     sources = [torch.empty(plan.copied, dtype=torch.int8, device=device).random_() for _ in range(2)]
     copies = [partial(sources[index].copy_, sources[1 - index]) for index in range(2)]
-    bandwidth = 2 * plan.copied / seconds_of(capture, copies, device)
+    bandwidth = 2 * plan.copied / seconds_of(ops, copies)
     yield {"name": "copy", "TB/s": bandwidth / 1e12}
     del sources, copies
     pairs = [(random.normal(side, side), random.normal(side, side)) for _ in range(SETS)]
     rates, operations = {}, 2.0 * side**3
     for name, make in (("bf16", _float_product), ("int8", _int8_product), ("fp8", _fp8_product)):
         try:
-            taken = seconds_of(capture, [make(*pair) for pair in pairs], device)
+            taken = seconds_of(ops, [make(*pair) for pair in pairs])
         except (RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
             yield {"name": name, "verdict": LEFT_OUT, "message": str(error).splitlines()[0][:200]}
             continue
         rates[name] = operations / taken
         yield {"name": name, "TFLOP/s": rates[name] / 1e12}
     held = torch.empty(min(L2_BYTES, plan.copied) // 4, dtype=torch.int32, device=device).random_()
-    read = held.nbytes / seconds_of(capture, [partial(torch.amax, held.view(-1, 64), 1)], device)
+    read = held.nbytes / seconds_of(ops, [partial(torch.amax, held.view(-1, 64), 1)])
     yield {"name": "L2, read by a reduction", "TB/s": read / 1e12}
     del pairs, held
     for alike in zip(*(cases(ops, plan.sizes, plan.dtype, seed) for seed in range(SETS)), strict=True):
         if not alike[0].num_bytes:
             continue
-        yield _beside_floor(alike, seconds_of(capture, [case.run for case in alike], device), bandwidth, rates)
+        yield _beside_floor(alike, seconds_of(ops, [case.run for case in alike]), bandwidth, rates)
 
 
 def _float_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
@@ -278,19 +285,11 @@ def captures(plan: Plan, found: Report) -> Iterator[Row]:
     from scripts.selftest.random_steps import Examined, bits, build
 
     ops = opened()
-    capture, model = capture_of(ops), _model(plan, ops, layers=2)
+    capture, model = capture_of(ops), _model(plan, ops, layers=plan.layers)
     for attempt in ("captured", "captured again after all graphs were destroyed"):
-        compiler = Examined(capture, bits)
-        build(
-            model,
-            compiler,
-            plan.keys,
-            GraphParams(3, plan.block),
-            max_num_seqs=plan.sizes.sequences,
-            graph_window_blocks=2,
-        )
-        yield from ({**row, "name": f"{attempt}, {row['name']}"} for row in compiler.found)
-        del compiler
+        params, few = GraphParams(3, plan.block), plan.few_sequences
+        rows = build(model, Examined(capture), plan.keys, params, bits, max_num_seqs=few, graph_window_blocks=2)
+        yield from ({**row, "name": f"{attempt}, {row['name']}"} for row in rows)
         gc.collect()
 
 
@@ -307,18 +306,12 @@ def buckets(plan: Plan, found: Report) -> Iterator[Row]:
     from scripts.selftest.random_steps import Examined, build
 
     ops = opened()
-    model = _model(plan, ops, layers=2)
+    model = _model(plan, ops, layers=plan.layers)
     for order, largest_first in (("descending", True), ("ascending", False)):
-        compiler = Examined(capture_of(ops), lambda *_: {})
-        build(
-            model,
-            compiler,
-            plan.keys,
-            GraphParams(3, plan.block),
-            largest_first=largest_first,
-            max_num_seqs=plan.most_sequences,
-        )
-        yield {"name": order, "MiB": {row["name"]: row["MiB of graphs"] for row in compiler.found}}
+        params, compiler = GraphParams(3, plan.block), Examined(capture_of(ops))
+        most: dict[str, Any] = {"max_num_seqs": plan.most_sequences, "graph_window_blocks": plan.most_blocks}
+        rows = build(model, compiler, plan.keys, params, None, largest_first=largest_first, **most)
+        yield {"name": order, "MiB": {row["name"]: row["MiB of graphs"] for row in rows}}
         del compiler
         gc.collect()
 
@@ -334,10 +327,11 @@ def steps(plan: Plan, found: Report) -> Iterator[Row]:
             name = f"{precision}, k = {k}, {keys} keys"
             yield {"name": f"{name}, predicted", "ms": _predicted(found, k, keys, precision)}
             capture = capture_of(ops)
-            compiler = Examined(capture, clock(capture, partial(timed, capture=capture, device=ops.device), REPLAYS))
-            build(model, compiler, keys, GraphParams(k, plan.block), max_num_seqs=1, graph_window_blocks=2)
-            yield from ({**row, "name": f"{name}, {row['name']}"} for row in compiler.found)
-            del compiler
+            look = clock(capture, partial(timed, capture=capture, device=ops.device), REPLAYS)
+            params = GraphParams(k, plan.block)
+            rows = build(model, Examined(capture), keys, params, look, max_num_seqs=1, graph_window_blocks=2)
+            yield from ({**row, "name": f"{name}, {row['name']}"} for row in rows)
+            gc.collect()
         del model
         gc.collect()
 
@@ -360,7 +354,7 @@ def choices(plan: Plan, found: Report) -> Iterator[Row]:
     """Candidates beside one another: int8 products by the own kernel and by cuBLAS with scales after it, fp8 with
     scales inside it, and bf16; and tiles of attention."""
     ops = opened()
-    capture, s = capture_of(ops), plan.sizes
+    s = plan.sizes
     queries = s.heads * s.dim
     shapes = {"qkv": (s.hidden, queries + 2 * s.kv_heads * s.dim), "o": (queries, s.hidden)}
     shapes |= {"gate_up": (s.hidden, 2 * s.inner), "down": (s.inner, s.hidden)}
@@ -376,14 +370,14 @@ def choices(plan: Plan, found: Report) -> Iterator[Row]:
             ("fp8, _scaled_mm", _fp8_product),
         ):
             try:
-                row[kind] = 1e6 * seconds_of(capture, [make(*pair) for pair in pairs], ops.device)
+                row[kind] = 1e6 * seconds_of(ops, [make(*pair) for pair in pairs])
             except (RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
                 row[kind] = f"refused: {str(error).splitlines()[0][:80]}"
         yield row
-    yield from _attentions(plan, ops, capture)
+    yield from _attentions(plan, ops)
 
 
-def _attentions(plan: Plan, ops: Ops, capture: Capture) -> Iterator[Row]:
+def _attentions(plan: Plan, ops: Ops) -> Iterator[Row]:
     """Attention of one request with 8 branches, and of many, by what the ops choose and by what they could."""
     from lopa_ascend.backend.cuda import ops as chosen
 
@@ -397,7 +391,7 @@ def _attentions(plan: Plan, ops: Ops, capture: Capture) -> Iterator[Row]:
                 name = f"{requests} x {branches} branches"
                 randoms = [Random(ops.device, plan.dtype, seed) for seed in range(SETS)]
                 alike = [attention_case(ops, plan.sizes, random, name, requests, branches) for random in randoms]
-                row[name] = 1e6 * seconds_of(capture, [case.run for case in alike], ops.device)
+                row[name] = 1e6 * seconds_of(ops, [case.run for case in alike])
         yield row
 
 
@@ -461,11 +455,11 @@ def two_gpus(plan: Plan, found: Report) -> Iterator[Row]:
 
 ORDER: tuple[tuple[str, float, bool, str, Callable[[Plan, Report], Iterator[Row]]], ...] = (
     ("machine", 40, True, "a GPU of capability 8.0 or newer, a C compiler, Python.h", machine),
-    ("kernels", 90, True, "errors of at most 1 % in bf16, and of 0.01 % in float32", kernels),
-    ("sanitizer", 60, True, "no error", sanitizer),
-    ("ceilings", 60, False, "a copy as on the data sheet, bf16 at 80 % of its peak", ceilings),
+    ("kernels", 150, True, "errors of at most 1 % in bf16, and of 0.01 % in float32", kernels),
+    ("sanitizer", 90, True, "no error", sanitizer),
+    ("ceilings", 90, False, "a copy as on the data sheet, bf16 at 80 % of its peak", ceilings),
     ("captures", 60, True, "the bits of the same step op by op", captures),
-    ("engines", 120, False, "the recorded tokens, and those of the CPU", engines),
+    ("engines", 150, False, "the recorded tokens, and those of the CPU", engines),
     ("buckets", 60, False, "clearly less memory in descending order", buckets),
     ("steps", 150, False, "what stands before each", steps),
     ("choices", 90, False, "int8 by the own kernel as fast as bf16, fp8 1.5 times as fast", choices),

@@ -17,12 +17,14 @@ from lopa_ascend.config import EngineConfig, GraphParams, ModelConfig
 from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.families import FAMILIES
 from lopa_ascend.families.table import SCALE
+from lopa_ascend.graph.check import StepCheck
 from lopa_ascend.graph.setup import build_executor, plan_graphs
+from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.base import SplitModel
 from lopa_ascend.model.registry import find_decoder
 from lopa_ascend.parallel.collectives import ALONE
-from scripts.selftest.hour import Row
+from scripts.selftest.hour import WRONG, Row
 
 NORM = "norm.weight"
 MAX_SAVED = 2**26
@@ -51,51 +53,63 @@ def random_model(config: ModelConfig, ops: Ops, dtype: torch.dtype, *, is_int8: 
     return find_decoder(family)(family, config, weights, ops, ALONE, min(MAX_POSITIONS, config.max_position_embeddings))
 
 
-class Examined(CudaGraphs):
-    """Graphs that are handed to a function, each with the step that it was captured from.
+Look = Callable[[Run, Run, list[int], list[int]], Row]
+"""Is given a function that replays a graph with some KV lengths, one that runs its step op by op, both from the same
+memory, random KV lengths, and the most keys."""
 
-    Args:
-        look: is given a bucket's name, a function that replays its graph with some KV lengths, one that runs its step
-            op by op, both from the same memory, and the fewest and the most keys. What it returns is kept in ``found``.
+
+class Examined(CudaGraphs):
+    """Graphs that keep what they were captured from.
+
+    Attributes:
+        found: what was found about each, in the order of their captures.
     """
 
-    def __init__(self, capture: Capture, look: Callable[[str, Run, Run, list[int], list[int]], Row]) -> None:
+    def __init__(self, capture: Capture) -> None:
         super().__init__(capture)
-        self.found: list[Row] = []
-        self._look = look
-        self._step: Run | None = None
-        self._memory_of: list[tuple[Tensor, Tensor]] = []
+        self.found: dict[str, Row] = {}
+        self._sources: dict[str, tuple[Run, Step, Sequence[Tensor]]] = {}
 
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
-        device = tensors[0].device
-        self._memory_of = [(x, x.clone()) for x in tensors if x.numel() <= MAX_SAVED]
-        self._step = lambda lengths: step(tensors, torch.tensor(lengths, dtype=torch.int32, device=device))
-        return super()._compile(step, name, tensors, kv_lengths)
+        run = super()._compile(step, name, tensors, kv_lengths)
+        self._sources[name] = run, step, tensors
+        self.found[name] = {"MiB of graphs": round(self.memory / 2**20)}
+        return run
 
-    def try_out(self, run: Run, name: str, kv_lengths: Sequence[Sequence[int]]) -> None:
-        super().try_out(run, name, kv_lengths)
-        assert self._step is not None
-        few, most = map(list, kv_lengths)
-        row = self._look(name, self._from_saved(run), self._from_saved(self._step), few, most)
-        self.found.append({"name": name, **row, "MiB of graphs": round(self.memory / 2**20)})
-        self._memory_of = []
+    def look(self, name: str, look: Look, kv_lengths: list[int], most: int) -> None:
+        """Adds what ``look`` finds about a graph with the inputs that lie in its memory."""
+        run, step, tensors = self._sources[name]
+        memory = [(x, x.clone()) for x in tensors if x.numel() <= MAX_SAVED]
 
-    def _from_saved(self, run: Run) -> Run:
-        def launch(kv_lengths: Sequence[int]) -> Tensor:
-            for x, saved in self._memory_of:
-                x.copy_(saved)
-            return run(kv_lengths)
+        def from_memory(launch: Run) -> Run:
+            def launched(lengths: Sequence[int]) -> Tensor:
+                for x, saved in memory:
+                    x.copy_(saved)
+                return launch(lengths)
 
-        return launch
+            return launched
+
+        def op_by_op(lengths: Sequence[int]) -> Tensor:
+            return step(tensors, torch.tensor(lengths, dtype=torch.int32, device=tensors[0].device))
+
+        self.found[name] |= look(from_memory(run), from_memory(op_by_op), kv_lengths, [most] * len(kv_lengths))
 
 
 def build(
-    model: SplitModel, compiler: Examined, keys: int, params: GraphParams, *, largest_first: bool = True, **config: Any
-) -> None:
-    """Compiles the buckets of an engine over random keys and values, where ``compiler`` looks at them.
+    model: SplitModel,
+    compiler: Examined,
+    keys: int,
+    params: GraphParams,
+    look: Look | None = None,
+    *,
+    largest_first: bool = True,
+    **config: Any,
+) -> list[Row]:
+    """Compiles the buckets of an engine, and looks at each over random tokens, pages, keys and values.
 
     Args:
         keys: of the longest sequence.
+        look: None: only the memory of graphs is found.
         config: of the engine.
     """
     ops, dtype = model.ops, model.head.dtype
@@ -103,26 +117,30 @@ def build(
     plan = plan_graphs(engine, "random", model.properties, keys, engine.max_num_batched_tokens or 8192)
     plan = replace(plan, compiler=compiler, steps=plan.steps[::-1] if largest_first else plan.steps)
     pool = KVPool(model.config.kv_shape(), NUM_PAGES, dtype, str(ops.device), plan.num_padding_pages)
-    pool.caches.normal_()
     with torch.inference_mode():
-        build_executor(engine, plan, model, pool, model.config.vocab_size, ALONE)
+        executor = build_executor(engine, plan, model, pool, model.config.vocab_size, ALONE)
+        if look is not None:
+            check = StepCheck(compiler, model, pool, model.config.vocab_size)
+            for launcher in executor.launchers.values():
+                lengths = launcher.write_random(check)
+                compiler.look(launcher.bucket.name, look, lengths, launcher.bucket.pages * PAGE_SIZE)
+    return [{"name": name, **row} for name, row in compiler.found.items()]
 
 
-def bits(name: str, replay: Run, step: Run, few: list[int], most: list[int]) -> Row:
+def bits(replay: Run, step: Run, some: list[int], most: list[int]) -> Row:
     """Whether replays with other KV lengths have the bits of the step op by op."""
-    some = [max(2, (length * (index % 7 + 1)) // 8) for index, length in enumerate(most)]
-    pairs = [(replay(lengths).clone(), step(lengths)) for lengths in (most, some, few, most)]
-    return {"verdict": "ok" if all(torch.equal(*pair) for pair in pairs) else "WRONG", "keys": [max(some), max(most)]}
+    pairs = [(replay(lengths).clone(), step(lengths)) for lengths in (most, some, some[::-1])]
+    return {"verdict": "ok" if all(torch.equal(*pair) for pair in pairs) else WRONG, "keys": [max(some), max(most)]}
 
 
-def clock(capture: Capture, timed: Callable[[Callable[[], object]], float], replays: int) -> Callable[..., Row]:
+def clock(capture: Capture, timed: Callable[[Callable[[], object]], float], replays: int) -> Look:
     """What measures a step with the most keys.
 
     Args:
         timed: seconds that the device takes for what is launched.
     """
 
-    def look(name: str, replay: Run, step: Run, few: list[int], most: list[int]) -> Row:
+    def look(replay: Run, _: Run, some: list[int], most: list[int]) -> Row:
         replay(most)
         row: Row = {"keys": max(most), "ms": 1000 * timed(lambda: [replay(most) for _ in range(replays)]) / replays}
         begin = time.perf_counter()

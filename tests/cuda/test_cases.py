@@ -18,7 +18,7 @@ SIZES = replace(RAGGED, hidden=72, inner=40, heads=4, kv_heads=2, dim=24, vocabu
 def test_every_kernel(dtype: torch.dtype) -> None:
     errors = {case.name: (error_of(case, case.run()), case.most or MOST[dtype]) for case in cases(OPS, SIZES, dtype)}
     assert {name: errors[name] for name in errors if errors[name][0] > errors[name][1]} == {}
-    assert len(errors) == 26
+    assert len(errors) >= 26
 
 
 def test_an_error_is_a_share_of_the_largest_value() -> None:
