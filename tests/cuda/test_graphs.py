@@ -90,7 +90,7 @@ def generate(case: str, monkeypatch: pytest.MonkeyPatch, graph_mode: str):
         dtype="float32",
         graph_mode=graph_mode,
         graph_params=compiled,
-        graph_window_blocks=4,
+        graph_window_blocks=2,
         max_num_seqs=1,
         max_model_len=128,
         enable_prefix_caching=False,
