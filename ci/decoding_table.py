@@ -39,7 +39,7 @@ def table(*, research: bool) -> str:
             default, allowed = _default(parameter), parameter.kind.allowed()
             takers = _takers(name, parameter)
             rows.append((f"`{name}`", default, allowed, _meaning(parameter), takers, _graphs(parameter)))
-    return _markdown(rows)
+    return markdown(rows)
 
 
 def rules_table() -> str:
@@ -49,7 +49,7 @@ def rules_table() -> str:
         for rule in rules_of(strategy):
             free = tuple(value for value in (declaration(rule.param).default, *rule.free) if value is not None)
             rows.append((f"`{rule.param}`", f"`{rule.needs}` {listed(rule.choices)}", listed(free) or "none"))
-    return _markdown([*dict.fromkeys(rows)])
+    return markdown([RULE_TITLES, *dict.fromkeys(rows)])
 
 
 def _takers(name: str, parameter: Parameter) -> str:
@@ -77,7 +77,7 @@ def _few(takers: Sequence[str], built_in: set[str]) -> str:
     return ", ".join(takers) or "none"
 
 
-def _markdown(rows: Sequence[tuple[str, ...]]) -> str:
+def markdown(rows: Sequence[tuple[str, ...]]) -> str:
     titles, *others = rows
     return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ("---",) * len(titles), *others))
 

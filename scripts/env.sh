@@ -1,9 +1,10 @@
 # shellcheck shell=bash
 # To be sourced. use_env ROOT [EXTRA] sets up ROOT/.venv with the project (editable) and one of its extras, and puts it on
 # PATH. PYTHON names the interpreter to build it from (default python3). It installs only when pyproject.toml, setup.py,
-# the kernels in C++ or the place of the checkout have changed. It never installs torch_npu.
+# the kernels in C++ or the place of the checkout have changed. TORCH names the torch, and pip's own variables where it
+# comes from. It never installs torch_npu.
 
-TORCH="torch==2.13.0"
+TORCH="${TORCH:-torch==2.13.0}"
 
 use_env() {
     local lock

@@ -19,7 +19,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def load(path: str | Path, **options: Any) -> tuple[ModelConfig, dict[str, Tensor]]:
     found = open_checkpoint(path)
-    layers = found.expected.quantized(options.pop("int8", ()), options.pop("group_size", 0))
+    is_fp8 = options.pop("is_fp8", False)
+    layers = found.expected.quantized(options.pop("int8", ()), options.pop("group_size", 0), is_fp8=is_fp8)
     return checkpoint.load(found, layers=layers, **options)
 
 

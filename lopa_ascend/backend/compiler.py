@@ -41,6 +41,10 @@ class Compiler(ABC):
     """What speaks against the mode, with a place for the number of graphs."""
     seconds_to_compile: tuple[float, float] | None = None
     """CPU seconds in which a bucket is compiled: for any model, and in addition for each layer. None: not measured."""
+    rehearses = False
+    """Whether buckets are to be rehearsed before any is compiled; see ``rehearse``."""
+    packs: bool = False
+    """Whether a bucket takes so little time that there are packed ones, too; see ``graph/buckets.py``."""
     num_compilations: int
     """Buckets that were compiled."""
     num_loaded: int
@@ -58,6 +62,8 @@ class Compiler(ABC):
     def __init__(self) -> None:
         self.on_every_rank: Callable[[bool], bool] = lambda fact: fact
         """Whether a fact holds on every rank. Waits until all ranks have called it."""
+        self.while_waiting: Callable[[float], None] = lambda seconds: None
+        """See ``Group.while_waiting``."""
         self.num_compilations = 0
         self.num_loaded = 0
         self.captured = []
@@ -111,6 +117,10 @@ class Compiler(ABC):
                 "or graph_window_blocks"
             ) from error
 
+    def rehearse(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> None:  # noqa: B027
+        """Launches the step of a bucket as often as a capture of it needs. That comes before any bucket is compiled:
+        graphs keep their memory, and a launch takes as much beside them. See ``compile``."""
+
     def try_out(self, run: Run, name: str, kv_lengths: Sequence[Sequence[int]]) -> None:  # noqa: B027  # few modes do
         """Launches a compiled step once for each of these KV lengths, where launches may hang, and times the last one.
         Every rank must call it.
@@ -144,6 +154,10 @@ class Compiler(ABC):
         """Makes every further ``compile`` an error."""
         self._frozen = True
 
+    def close(self) -> None:  # noqa: B027  # few modes must
+        """Destroys captured graphs, after which none can be launched. NCCL waits for that before a communicator ends,
+        even for graphs that a traceback still refers to."""
+
     @abstractmethod
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
         """``compile`` after its checks."""
@@ -153,6 +167,7 @@ class Eager(Compiler):
     """Compiles nothing: each op of a step is a launch of its own."""
 
     mode = "eager"
+    packs = True
 
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
         def run(kv_lengths: Sequence[int]) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,13 +17,28 @@ if TYPE_CHECKING:  # the HTTP process asks for facts, and has no torch
     from lopa_ascend.backend.interface import Ops, Profiler
 
 
+TIMEOUT = 20.0
+"""Seconds for an answer of one command; npu-smi may hang where a die does."""
+
+Ask = Callable[[Sequence[str]], str]
+"""Runs a command, and returns what it prints. Raises OSError or subprocess.SubprocessError if it cannot."""
+
+
+def ask(command: Sequence[str]) -> str:
+    """See ``Ask``."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=True)
+    return done.stdout
+
+
 class Gauge(NamedTuple):
-    """What is measured of each die of a machine."""
+    """What is measured of each die or GPU of a machine."""
 
     name: str
     text: str
-    values: Mapping[int, int | None]
-    """By the die's number; None: not known."""
+    values: Mapping[int, float | None]
+    """By its number; None: not known."""
+    label: str = "die"
+    """What the number is called."""
 
 
 class Device(ABC):
@@ -32,10 +48,8 @@ class Device(ABC):
     """As the setting ``device`` calls it."""
     resource: str
     """What Ray calls that of which a rank needs some."""
-    has_experts = True
-    """Whether ``Ops`` computes mixtures of experts."""
-    has_int4 = False
-    """Whether ``Ops`` multiplies int4 weights."""
+    codes: tuple[str, ...] = ("int8",)
+    """What the weights that ``Ops`` multiplies may be, beside floats."""
     has_layouts = False
     """Whether attention has other layouts than the default one."""
     free_tokens = 128
@@ -45,7 +59,7 @@ class Device(ABC):
     tables of the step."""
 
     def read_health(self) -> Sequence[Gauge]:
-        """Measures this machine's dies, which may take seconds. Raises OSError, subprocess.SubprocessError or
+        """Measures this machine's dies or GPUs, which may take seconds. Raises OSError, subprocess.SubprocessError or
         ValueError if nothing can be known."""
         return ()
 
@@ -89,14 +103,27 @@ class Device(ABC):
         """Bytes that this process can allocate: on an NPU or a GPU that it has to itself, or as one of ``ranks``
         processes that share the memory of a CPU. What torch has cached on the device is given back first."""
 
-    def kv_memory(self, ranks: int, reserved: int = 0) -> int:
-        """Bytes of one rank's KV pool, once its weights are loaded: of what is free beside ``reserved`` bytes, one half
-        of a CPU's, at most 4 GiB, or four fifths: activations, graphs and collectives need the rest."""
-        free = max(0, self.free_memory(ranks) - reserved)
+    def held_memory(self) -> tuple[int, int]:
+        """Bytes that this process holds on its NPU or GPU, and those that this has in all."""
+        raise NotImplementedError("tensors lie in the memory of the CPU")
+
+    def usable_memory(self, ranks: int, share: float | None = None) -> int:
+        """``free_memory``, but with a share of the device's whole memory at most what this process lacks of it."""
+        free = self.free_memory(ranks)
+        if share is None:
+            return free
+        held, total = self.held_memory()
+        return max(0, min(free, int(total * share) - held))
+
+    def kv_memory(self, ranks: int, reserved: int = 0, share: float | None = None) -> int:
+        """Bytes of one rank's KV pool, once its weights are loaded: of what is usable beside ``reserved`` bytes, one
+        half of a CPU's, at most 4 GiB, or four fifths: activations, graphs and collectives need the rest."""
+        free = max(0, self.usable_memory(ranks, share) - reserved)
         return min(memory.MAX_KV_MEMORY, free // 2) if self.on_host else free * 4 // 5
 
-    def check_memory(self, needed: int, ranks: int) -> None:  # noqa: B027  # few devices do
-        """Raises a ParameterError if the device cannot hold the weights of a rank, of ``needed`` bytes."""
+    def check_memory(self, needed: int, ranks: int, share: float | None = None) -> None:  # noqa: B027  # few devices do
+        """Raises a ParameterError if the device cannot hold the weights of a rank, of ``needed`` bytes, in a share of
+        its memory."""
 
     # ---- computing -------------------------------------------------------------------------------------------------
 
@@ -104,9 +131,12 @@ class Device(ABC):
         """Opens the device as ``open`` does, and loads its fused ops.
 
         Raises:
-            ParameterError, UnsupportedStackError: as ``open``; or the device has no such ``attention_layout``, or its
-                software cannot run the graph mode.
+            ParameterError, UnsupportedStackError: as ``open``; or the device has no such ``attention_layout``, no
+                memory of its own for ``gpu_memory_utilization``, or its software cannot run the graph mode.
         """
+        if config.gpu_memory_utilization is not None and self.on_host:
+            message = "needs a GPU or an NPU: here the memory is that of the machine; choose kv_cache_memory"
+            raise ParameterError("gpu_memory_utilization", message)
         if config.attention_layout != EngineConfig.attention_layout and not self.has_layouts:
             message = f"is for device {_those_with('has_layouts')}, and this is device {self.name}"
             raise ParameterError("attention_layout", message)
@@ -116,38 +146,37 @@ class Device(ABC):
     def _load_ops(self, config: EngineConfig) -> Ops:
         """``load_ops`` after its check."""
 
-    def check_model(self, config: EngineConfig, model: ModelConfig, path: Path, *, has_int8: bool) -> Sequence[str]:
+    def check_model(self, config: EngineConfig, model: ModelConfig, path: Path, *, codes: str | None) -> Sequence[str]:
         """What may go wrong, for the user. Needs no weights.
 
         Args:
             model: with the dtype that the weights are to have.
-            has_int8: whether linear layers are int8, stored or quantised.
+            codes: what weights of linear layers are, stored or quantised; None: floats.
 
         Raises:
             ParameterError: the model, or a setting, does not go with the device.
         """
-        if model.experts is not None and not self.has_experts:
-            message = f"{path} has experts, for which device {self.name} has no kernels"
-            raise ParameterError("model", f"{message}; choose {_those_with('has_experts')}")
         return ()
 
-    def check_int4(self, param: str, value: str) -> None:
-        """Refuses int4 weights where there is no kernel for them.
+    def check_codes(self, param: str, value: str, codes: str) -> None:
+        """Refuses quantised weights where there is no kernel for them.
 
         Args:
             param: the setting that asks for them.
             value: its value, for the message.
+            codes: what they are, "int8", "int4" or "fp8".
 
         Raises:
             ParameterError: the device has none.
         """
-        if not self.has_int4:
-            message = f"{value} means int4 weights, for which device {self.name} has no kernels"
-            remedy = f"choose device {_those_with('has_int4')}, or a bfloat16 or W8A8 checkpoint (quantization w8a8)"
+        if codes not in self.codes:
+            message = f"{value} means {codes} weights, for which device {self.name} has no kernels"
+            others = " or ".join(name for name in GRAPH_MODES_BY_DEVICE if codes in find_device(name).codes)
+            remedy = f"choose device {others}, or a bfloat16 or W8A8 checkpoint (quantization w8a8)"
             raise ParameterError(param, f"{message}; {remedy}")
 
     def checked_ops(
-        self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool, has_int8: bool
+        self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool, codes: str | None
     ) -> tuple[Ops, str]:
         """The ops of an attention layout that computes rightly, and the layout. The other kernels were tried too.
 
@@ -156,7 +185,7 @@ class Device(ABC):
             model: with the dtype of queries and keys.
             max_keys: positions of the longest sequence.
             is_causal: whether the model is causal.
-            has_int8: whether linear layers are int8.
+            codes: as for ``check_model``.
 
         Raises:
             WrongKernelError: a kernel is wrong, attention in every layout; names it, its shape and its error.
@@ -172,6 +201,10 @@ class Device(ABC):
     @abstractmethod
     def profiler(self) -> Profiler:
         """Records what the device computes."""
+
+    def versions(self) -> Mapping[str, str | None]:
+        """What to know of the opened device and its software before a report is read; None: not known."""
+        return {}
 
 
 def find_device(name: str) -> Device:

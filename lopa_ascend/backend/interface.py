@@ -20,6 +20,9 @@ from torch import Tensor
 
 from lopa_ascend.config import ExpertsConfig, divided_length
 
+FP8 = torch.float8_e4m3fn
+"""Numbers with 3 bits of mantissa, up to 448, without infinity."""
+
 
 @dataclass(frozen=True, eq=False)
 class Entries:
@@ -98,6 +101,24 @@ RowStatsKernel = Callable[[Tensor, Tensor, str], RowStats]
 """``row_stats(logits, never_chosen, confidence)`` of rows of logits [n, V]. never_chosen, float32 [V], is -inf for
 columns that keep their share but are never chosen, and otherwise 0. A row with a logit that is NaN or +inf has the
 log_total NaN, and any column."""
+
+
+RopeWriteKernel = Callable[
+    [
+        Tensor,
+        "tuple[Tensor, Tensor] | None",
+        float,
+        tuple[Tensor, Tensor],
+        tuple[Tensor, Tensor],
+        Tensor,
+        "Tensor | None",
+    ],
+    Tensor,
+]
+"""``rope_and_write(qkv, norms, eps, (cos, sin), (k_cache, v_cache), slot_mapping, source)`` of the queries, keys and
+values of tokens side by side, [T, H + 2 * K, D] -> [T, H, D]: the queries rotated as by ``rope``, or by ``norm_rope``
+with the two weights ``norms``. Keys that are rotated alike, and values as they are, are written as by ``kv_write``. cos
+and sin have a row for all heads, or for each of the H + 2 * K."""
 
 
 ShardStatsKernel = Callable[[Tensor, int, int, bool], Tensor]
@@ -187,10 +208,14 @@ class Ops(Protocol):
         """
         ...
 
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, in] as int8, and a scale for each row, float32 [T].
+    def quantize(self, x: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+        """x [T, in] as codes, and a scale for each row, float32 [T].
 
-        The scale of a row is its largest magnitude / 127, and 0 for a row of zeros. Values are rounded half to even.
+        The scale of a row is its largest magnitude divided by that of the codes, and 0 for a row of zeros. Values are
+        rounded half to even.
+
+        Args:
+            codes: their dtype: int8, with numbers up to 127, or FP8, up to 448. Not every device has the latter.
         """
         ...
 
@@ -203,12 +228,13 @@ class Ops(Protocol):
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """A linear layer of int8 numbers, whose products are summed exactly -> [T, out] of ``dtype``.
+        """A linear layer of codes -> [T, out] of ``dtype``. The products of int8 are summed exactly; those of FP8 too
+        on a CPU, while a GPU rounds sums. The result of a row does not depend on the other rows.
 
         Args:
-            codes: int8 [T, in].
+            codes: int8 or FP8 [T, in].
             scale: of each row of ``codes``, float32 [T].
-            weight: what ``stored`` or ``packed`` returned for the int8 weight [out, in].
+            weight: what ``stored`` or ``packed`` returned for the weight [out, in] of the same dtype.
             weight_scale: of each output, float32 [out].
             bias: [out].
         """
@@ -261,12 +287,14 @@ class Ops(Protocol):
         """The norm of x + residual, and x + residual. May overwrite the residual."""
         ...
 
-    def rms_norm_quant(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def rms_norm_quant(
+        self, x: Tensor, weight: Tensor, eps: float, codes: torch.dtype = torch.int8
+    ) -> tuple[Tensor, Tensor]:
         """``quantize`` of the norm, which a device may round to the dtype of x before."""
         ...
 
     def add_rms_norm_quant(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, codes: torch.dtype = torch.int8
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``rms_norm_quant`` of x + residual, and x + residual. May overwrite the residual."""
         ...
@@ -275,14 +303,15 @@ class Ops(Protocol):
         """silu(gate) * up of gate and up side by side, [T, 2 * I] -> [T, I]."""
         ...
 
-    def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    def swiglu_quant(self, gate_up: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
         """``quantize`` of ``swiglu``. A device may quantise before it rounds."""
         ...
 
     def quant_swiglu(
         self, codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """``swiglu_quant`` of ``quant_linear`` without a bias, whose products a device may leave unrounded."""
+        """``swiglu_quant`` of ``quant_linear`` without a bias, whose products a device may leave unrounded, in codes
+        of the same dtype."""
         ...
 
     # ---- rotary embeddings -----------------------------------------------------------------------------------------
@@ -335,6 +364,11 @@ class Ops(Protocol):
         """
         ...
 
+    @property
+    def rope_and_write(self) -> RopeWriteKernel | None:
+        """A kernel that rotates queries and keys, and writes keys and values, or None: then it is done op by op."""
+        ...
+
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
         """Attention of queries [T, H, D] over the pages [N, 128, K, D] of a layer, entry by entry -> [T, H * D].
 
@@ -363,8 +397,12 @@ class Ops(Protocol):
         """Memory of the host, int32 [size], from which copies to the device run while the host goes on."""
         ...
 
-    def read_later(self, x: Tensor) -> Callable[[], Tensor]:
-        """Starts a copy of x to the host. The function that is returned waits for the copy and returns it."""
+    def read_later(self, x: Tensor, while_waiting: Callable[[float], None]) -> Callable[[], Tensor]:
+        """Starts a copy of x to the host. The function that is returned waits for the copy and returns it.
+
+        Args:
+            while_waiting: see ``Group.while_waiting``.
+        """
         ...
 
 

@@ -1,7 +1,7 @@
-"""Which linear layers of a checkpoint are int4, and how: GPTQ, AWQ, or the packed format of compressed-tensors.
+"""Int4 linear layers of a checkpoint: GPTQ, AWQ, or the packed format of compressed-tensors.
 
-The configuration says how weights are quantised, and the names of the tensors which. All three were made for float
-activations or for int8 ones; here activations are quantised token by token when they run, as those of int8 layers.
+The configuration says how weights are quantised, names of tensors say which. The formats were made for float or int8
+activations; here activations are quantised token by token when they run, as for int8 layers.
 """
 
 from __future__ import annotations
@@ -12,34 +12,33 @@ from pathlib import Path
 from typing import Any
 
 from lopa_ascend.checkpoint.files import CheckpointError
+from lopa_ascend.checkpoint.int8_formats import check_modules
 from lopa_ascend.config.files import ConfigError, Fields
 from lopa_ascend.config.int4_files import AWQ, GPTQ, GROUP_SIZES, PACKED, int4_description
 from lopa_ascend.config.int8_files import COMPRESSED_TENSORS, CONFIG_FIELD
 from lopa_ascend.families.table import Quantized, Tensors
 
 CODES = {GPTQ: "qweight", AWQ: "qweight", PACKED: "weight_packed"}
-"""By format, the last part of the name of the tensor that holds a layer's weights."""
+"""By format: the last part of the name of a layer's weights."""
 _NONE: tuple[object, ...] = (None, False, {}, [])
 _WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "dynamic": False}
 
 
 @dataclass(frozen=True)
 class Int4Description:
-    """What a checkpoint says of its int4 layers."""
+    """A checkpoint's description of its int4 layers."""
 
     source: Path
-    """The file that says it."""
+    """The file of the description."""
     format: str
     """GPTQ, AWQ or PACKED."""
     layers: Quantized
     zero_offset: int = 0
-    """What is added to a stored code to make it the one that means zero."""
+    """Added to a stored zero point, it gives the code for zero."""
 
 
 @dataclass(frozen=True)
 class _Scheme:
-    """How the weights are quantised."""
-
     group_size: int
     has_zeros: bool
     zero_offset: int = 0
@@ -48,17 +47,11 @@ class _Scheme:
 def describe_int4(
     path: Path, raw: Mapping[str, Any], expected: Tensors, names: Collection[str]
 ) -> Int4Description | None:
-    """What the directory of a checkpoint says of int4 layers; None if nothing.
-
-    Args:
-        path: the directory.
-        raw: content of its config.json.
-        expected: the model's tensors.
-        names: of the tensors that are there.
+    """A directory's description of int4 layers, or None. ``raw`` is config.json, ``names`` are those of the tensors.
 
     Raises:
-        CheckpointError: the description is malformed, asks for something that is not supported, or does not fit the
-            model; or layers that run as one disagree.
+        CheckpointError: the description is malformed, is not supported, or does not fit the model; or layers that run
+            as one disagree.
     """
     found = int4_description(path, raw, CheckpointError)
     if found is None:
@@ -71,13 +64,12 @@ def describe_int4(
         raise CheckpointError(str(error)) from error
     modules = frozenset(module for module in expected.linears if f"{module}.{CODES[name]}" in names)
     layers = Quantized(modules, scheme.group_size, scheme.has_zeros)
-    _check_layers(source, layers, expected)
+    check_modules(source, modules, "int4", expected)
     return Int4Description(source, name, layers, scheme.zero_offset)
 
 
 def packed_config(kept: Collection[str], group_size: int) -> dict[str, Any]:
-    """The field ``quantization_config`` of a checkpoint whose linear layers are int4, but for those of ``kept``, in the
-    packed format of compressed-tensors."""
+    """``quantization_config`` of a checkpoint with packed int4 linear layers, except ``kept``."""
     weights = {**_WEIGHTS, "symmetric": True, "group_size": group_size, "observer": "minmax"}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
@@ -88,22 +80,6 @@ def packed_config(kept: Collection[str], group_size: int) -> dict[str, Any]:
         "ignore": [*kept],
         "kv_cache_scheme": None,
     }
-
-
-def _check_layers(source: Path, layers: Quantized, expected: Tensors) -> None:
-    """Refuses layers that cannot be int4."""
-    if expected.head in layers.modules:
-        raise CheckpointError(f"{source}: {expected.head} is int4, expected a float head")
-    stacks: dict[str, dict[str, bool]] = {}
-    for module, spec in expected.linears.items():
-        is_int4 = module in layers.modules
-        stacks.setdefault(spec.ours, {})[module] = is_int4
-        if is_int4 and spec.row.each:
-            raise CheckpointError(f"{source}: {module} is int4, and experts are supported in float and in int8")
-    for kinds in stacks.values():
-        if len({*kinds.values()}) > 1:
-            words = ", ".join(f"{module} is {'int4' if is_int4 else 'float'}" for module, is_int4 in kinds.items())
-            raise CheckpointError(f"{source}: {words}, expected the same of all: they run as one layer")
 
 
 # ---- the fields of each format ---------------------------------------------------------------------------------------
@@ -134,7 +110,9 @@ def _awq(fields: Fields) -> _Scheme:
     return _Scheme(int(fields.get(group)), has_zeros=True)
 
 
-def _packed(fields: Fields) -> _Scheme:
+def compressed_groups(fields: Fields) -> list[Fields]:
+    """The groups of layers of compressed-tensors. Raises ConfigError if the field is malformed, or also describes other
+    parts of a model."""
     fields.expect("kv_cache_scheme", _NONE)
     fields.expect("transform_config", _NONE)
     sparsity = fields.get("sparsity_config")
@@ -143,20 +121,26 @@ def _packed(fields: Fields) -> _Scheme:
     groups = fields.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise fields.error("config_groups", "an object of objects")
-    schemes = {_packed_group(Fields(group, f"{fields.source}.config_groups.{n}")) for n, group in groups.items()}
+    found = [Fields(group, f"{fields.source}.config_groups.{name}") for name, group in groups.items()]
+    for group in found:
+        group.expect("output_activations", _NONE)
+        group.expect("format", (fields.get("format"), None))
+    return found
+
+
+def _packed(fields: Fields) -> _Scheme:
+    schemes = {_packed_group(group) for group in compressed_groups(fields)}
     if len(schemes) > 1:
         raise fields.error("config_groups", "the same weights in all groups")
     return schemes.pop()
 
 
 def _packed_group(fields: Fields) -> _Scheme:
-    fields.expect("output_activations", _NONE)
-    fields.expect("format", (PACKED, None))
-    inputs = _nested(fields, "input_activations", {})
+    inputs = nested(fields, "input_activations", {})
     if inputs.values:
         for name, value in {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token"}.items():
             inputs.expect(name, (value,))
-    weights = _nested(fields, "weights", None)
+    weights = nested(fields, "weights", None)
     for name, value in _WEIGHTS.items():
         weights.expect(name, (value,), default=False if name == "dynamic" else None)
     weights.expect("group_size", GROUP_SIZES)
@@ -164,7 +148,8 @@ def _packed_group(fields: Fields) -> _Scheme:
     return _Scheme(int(weights.get("group_size")), not weights.flag("symmetric", True))
 
 
-def _nested(fields: Fields, name: str, default: object) -> Fields:
+def nested(fields: Fields, name: str, default: object) -> Fields:
+    """The fields of the object in a field."""
     value = fields.get(name) or default
     if not isinstance(value, dict):
         raise fields.error(name, "an object")

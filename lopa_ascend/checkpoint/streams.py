@@ -1,5 +1,5 @@
-"""The steps from a file to our weights, each a stream of (name in the checkpoint, tensor): slices, quantises, checks
-and stacks one tensor at a time."""
+"""The steps from a file to our weights, each a stream of (name in the checkpoint, tensor): slice, quantise, check and
+stack one tensor at a time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.checkpoint.files import CheckpointError
+from lopa_ascend.checkpoint.fp8_formats import scale_of_outputs
 from lopa_ascend.checkpoint.int4_formats import Int4Description
 from lopa_ascend.checkpoint.int4_members import Int4Members
 from lopa_ascend.checkpoint.int8_members import Int8Members
@@ -20,43 +21,42 @@ from lopa_ascend.families.table import ALL, SCALE, ZERO, Quantized, Tensors, Ten
 _QUANTIZED_ROWS = 1024
 """Rows of a weight that are converted to float32 at a time."""
 _INT4_LEVELS = 8, 9
-"""What the largest magnitude of a group is divided by, for the two scales that are tried."""
+"""Divisors of a group's largest magnitude, for the two scales that are tried."""
 _COMPARED_ROWS = 4096
 """Rows that are compared at a time."""
 
 
 def sliced(stream: Iterable[tuple[str, Tensor]], slices: TensorSlices) -> Iterator[tuple[str, Tensor]]:
-    """Views of the part of each tensor that ``slices`` selects; a tensor that it does not name stays whole."""
+    """Views of the parts that ``slices`` selects; other tensors stay whole."""
     for name, tensor in stream:
         yield name, tensor[slices[name]] if name in slices else tensor
 
 
-# ---- int8 ------------------------------------------------------------------------------------------------------------
+# ---- quantised layers ------------------------------------------------------------------------------------------------
 
 
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [out, in] as int8 [out, in], and the scale of each output, float32 [out]: its largest magnitude / 127,
-    and 1 for zeros."""
-    codes = torch.empty(weight.shape, dtype=torch.int8)
+def quantize_weight(weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """A weight [out, in] as int8 or float8_e4m3fn codes, and the scale of each output, float32 [out]: its largest
+    magnitude divided by that of the codes, 127 or 448; 1 for zeros."""
+    codes = torch.empty(weight.shape, dtype=dtype)
     scales = torch.empty(weight.shape[0])
+    largest = 127 if dtype == torch.int8 else torch.finfo(dtype).max
     for first in range(0, weight.shape[0], _QUANTIZED_ROWS):
         part = slice(first, first + _QUANTIZED_ROWS)
         wide = weight[part].to(torch.float32, copy=True)
-        scale = wide.abs().amax(1) / 127
+        scale = wide.abs().amax(1) / largest
         scales[part] = scale.masked_fill_(scale == 0, 1)
-        codes[part] = wide.div_(scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        wide.div_(scale[:, None]).clamp_(-largest, largest)
+        codes[part] = (wide.round_() if dtype == torch.int8 else wide).to(dtype)  # e4m3 rounds half to even itself
     return codes, scales
 
 
 def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """A weight [out, in] as int4, and the scale of each group of inputs.
+    """A weight [out, in] as int4, two codes a byte, the even input in the low bits, uint8 [out, in / 2]; and scales,
+    which bfloat16 holds, float32 [out, in / group_size]. The code 8 is zero.
 
-    The weight of the largest magnitude in a group takes -8, the integer without a counterpart, so its scale may be
-    negative. A smaller scale is taken where clipping that weight makes the sum of squared errors less.
-
-    Returns:
-        Two codes a byte, the even input in the low bits, uint8 [out, in / 2]; and the scales, which bfloat16 holds,
-        float32 [out, in / group_size]. The code 8 means zero.
+    The largest magnitude in a group becomes -8, the integer without a counterpart, so its scale may be negative. A
+    smaller scale is taken if clipping that weight makes the sum of squared errors less.
     """
     outputs, inputs = weight.shape
     packed = torch.empty((outputs, inputs // 2), dtype=torch.uint8)
@@ -75,33 +75,27 @@ def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _int4(wide: Tensor, scale: Tensor) -> Tensor:
-    """The integers -8..7 nearest to weights / scale, in float32; 0 if the scale is 0."""
+    """The integers -8..7 nearest to wide / scale, in float32; 0 if the scale is 0."""
     return (wide / torch.where(scale == 0, 1, scale)).round_().clamp_(-8, 7)
 
 
 def quantized(stream: Iterable[tuple[str, Tensor]], layers: Quantized) -> Iterator[tuple[str, Tensor]]:
-    """Makes the weights of some linear layers int8 or int4, each followed by its scales.
-
-    Weights that become int8 have all their columns: the scale is that of a whole row of the model, whichever columns a
-    rank takes. Those that become int4 have whole groups.
-    """
+    """Quantises the weights of ``layers``; scales follow each. For int8 and fp8 a weight must have all its columns,
+    because a row of the model has one scale; for int4 it must have whole groups."""
     for name, tensor in stream:
         module = name.removesuffix(".weight")
         if module == name or module not in layers.modules:
             yield name, tensor
             continue
-        size = layers.group_size
-        codes, scale = quantize_int4(tensor, size) if size else quantize_weight(tensor)
+        size, dtype = layers.group_size, torch.float8_e4m3fn if layers.is_fp8 else torch.int8
+        codes, scale = quantize_int4(tensor, size) if size else quantize_weight(tensor, dtype)
         yield name, codes
         yield name + SCALE, scale
 
 
 def stored_int8(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint with int8 layers, whose weights are each followed by their scales.
-
-    Raises:
-        CheckpointError: a member of a layer has values that make no sense.
-    """
+    """The tensors of a checkpoint with int8 layers; scales follow each weight. Raises CheckpointError if a member of a
+    layer has impossible values."""
     for name, tensor in checkpoint.tensors():
         yield name, tensor
         module = name.removesuffix(".weight")
@@ -114,13 +108,19 @@ def stored_int8(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
             yield name + SCALE, scale
 
 
-def stored_int4(checkpoint: Checkpoint, description: Int4Description) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint with int4 layers, in the form of `quantize_int4`. The weights are each followed by
-    their scales, and unless they are symmetric by the codes that mean zero.
+def stored_fp8(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """As ``stored_int8``, for fp8 layers."""
+    for name, tensor in checkpoint.tensors():
+        yield name, tensor
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module in checkpoint.members:
+            (scale,) = checkpoint.members_of(module).values()
+            yield name + SCALE, scale_of_outputs(checkpoint.files[name], module, tensor, scale)
 
-    Raises:
-        CheckpointError: a member of a layer has values that make no sense.
-    """
+
+def stored_int4(checkpoint: Checkpoint, description: Int4Description) -> Iterator[tuple[str, Tensor]]:
+    """As ``stored_int8``, for int4 layers in the form of ``quantize_int4``. The codes for zero follow if the checkpoint
+    is not symmetric."""
     linears = checkpoint.expected.linears
     for name, file in checkpoint.files.items():
         module = name.removesuffix(".weight")
@@ -134,21 +134,20 @@ def stored_int4(checkpoint: Checkpoint, description: Int4Description) -> Iterato
 
 
 def check_weights(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
-    """`check_finite` of a tensor of a checkpoint; scales count as the weight that they belong to."""
+    """``check_finite`` for a tensor of a checkpoint. An error of scales names their weight."""
     source = name if name in checkpoint.files else name.removesuffix(SCALE).removesuffix(ZERO)
     check_finite(checkpoint.files[source], source, tensor)
 
 
 def check_finite(file: Path, name: str, tensor: Tensor) -> None:
-    """Refuses a tensor with a value that is not a finite number: every token of every answer would depend on it.
-
-    Raises:
-        CheckpointError: a value is NaN or infinite.
-    """
+    """Raises CheckpointError if a value is NaN or infinite: every token of every answer would depend on it."""
     if tensor.numel() == 0:
         return
-    # The extremes are NaN if any value is. This takes a tenth of the time of copying the tensor, and no memory.
-    low, high = (float(extreme) for extreme in tensor.aminmax())
+    if tensor.dtype == torch.float8_e4m3fn:  # which has no infinity, and no extremes in torch
+        low = high = torch.nan if bool(tensor.isnan().any()) else 0.0
+    else:
+        # The extremes are NaN if any value is. This takes a tenth of the time of copying the tensor, and no memory.
+        low, high = (float(extreme) for extreme in tensor.aminmax())
     if not (low > -torch.inf and high < torch.inf):
         found = "NaN" if math.isnan(low) else str(low if low == -torch.inf else high)
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -158,11 +157,8 @@ def check_finite(file: Path, name: str, tensor: Tensor) -> None:
 def checked_copies(
     stream: Iterator[tuple[str, Tensor]], checkpoint: Checkpoint, slices: TensorSlices = ALL
 ) -> Iterator[tuple[str, Tensor]]:
-    """Passes tensors on, and then compares the tied tensors that were stored twice, which differ only by mistake.
-
-    Raises:
-        CheckpointError: in the rank's part, a stored copy differs from its original.
-    """
+    """Passes tensors on, and then compares tied tensors that are stored twice. Raises CheckpointError if a copy differs
+    from its original in the rank's part."""
     yield from stream
     for name, file in checkpoint.copies.items():
         original = checkpoint.expected.copies[name]
@@ -186,18 +182,14 @@ def stacked(
     dtypes: Mapping[str, torch.dtype],
     check: Callable[[str, Tensor], None],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stacks tensors that belong together along their rows, and casts them.
+    """Stacks tensors that belong together along their rows, and casts them. Yields our names and tensors in new memory,
+    each with its last part. At any time only one of them is incomplete.
 
     Args:
         stream: the rank's parts, in the order of ``tensors``; each may be a view of its file.
-        tensors: what the stream holds.
         slices: the rows and columns of the rank. Rows that a tensor lacks at the end of its slice become zero.
-        dtypes: what the tensors are cast to; those that are missing here stay as they are.
-        check: called with the name and the cast values of each tensor; may raise.
-
-    Yields:
-        Our names and tensors, each as soon as its last part has come, in memory of its own. At any time only one of
-        them is incomplete.
+        dtypes: of the results; tensors that are missing here keep theirs.
+        check: gets the name and the cast values of each tensor; may raise.
     """
     missing = _rows_of_parts(tensors, slices)
     incomplete: dict[str, Tensor] = {}
@@ -220,7 +212,7 @@ def stacked(
 
 
 def _rows_of_parts(tensors: Tensors, slices: TensorSlices) -> dict[str, dict[str, slice]]:
-    """By our name: the names of the parts, and the rows that each part takes in it."""
+    """By our name: the parts and their rows in it."""
     parts_by_target: dict[str, dict[str, slice]] = {}
     for spec in tensors.specs.values():
         parts = parts_by_target.setdefault(spec.ours, {})

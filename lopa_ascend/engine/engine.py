@@ -80,7 +80,8 @@ class Engine:
     Raises:
         CheckpointError, ConfigError, ModelError, TokenizerError, UnsupportedStackError: the model or the device's
             software cannot be used. No weights were loaded, unless their values are wrong, such as NaN.
-        ParameterError: a setting cannot be used. No weights were loaded, unless it is ``kv_cache_memory``.
+        ParameterError: a setting cannot be used. No weights were loaded, unless it is ``kv_cache_memory`` or
+            ``gpu_memory_utilization``.
         StartError: another rank cannot serve.
         GraphError: there is no room for so many graphs. The device may show that only once the weights are loaded.
     """
@@ -176,7 +177,8 @@ class Engine:
             return KVPool(shape, num_pages, dtype, str(model.ops.device), num_padding_pages), page_bytes
         except RuntimeError as error:  # torch.OutOfMemoryError, or on a CPU its base class
             size = format_size((num_pages + num_padding_pages) * page_bytes)
-            raise ParameterError("kv_cache_memory", f"{size} cannot be allocated; choose less") from error
+            param = "kv_cache_memory" if self.config.gpu_memory_utilization is None else "gpu_memory_utilization"
+            raise ParameterError(param, f"{size} of KV pages cannot be allocated; choose less") from error
 
     def _check_exchanges(self, model: Model, prepared: Prepared) -> None:
         """Refuses groups of ranks whose exchanges give something else than they must, alone or in a captured graph, at
@@ -198,6 +200,8 @@ class Engine:
         if plan is not None:
             world = self.mesh.world
             plan.compiler.on_every_rank = lambda fact: bool(world.minimum(int(fact), "start"))
+            plan.compiler.while_waiting = world.while_waiting
+            self.mesh.before_end = plan.compiler.close
             if plan.forwards:
                 forwards = build_forwards(plan, model, pool, prepared.num_token_ids, bp)
             else:
@@ -223,6 +227,7 @@ class Engine:
             graphs=graphs.memory if graphs else 0,
             free=find_device(config.device).free_memory(config.world_size),
             linear=self._linear,
+            versions=find_device(config.device).versions(),
         )
         reports = self.mesh.all_gather_text("memory", msgspec.json.encode(own).decode())
         return tuple(msgspec.json.decode(text, type=RankReport) for text in reports)
@@ -433,7 +438,8 @@ class Engine:
         """Raises RankError in place of what a compiled step raises when an exchange in it fails because of another
         rank. Other exchanges raise RankError themselves."""
         if not isinstance(error, RankError):
-            reason = self.mesh.world.explain()
+            closed = None if self._leader is None else self._leader.failure
+            reason = closed or self.mesh.world.explain()
             if reason is not None:
                 raise RankError(f"a step failed: {reason}") from error
 

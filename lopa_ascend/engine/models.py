@@ -32,8 +32,8 @@ class ModelSource(ABC):
     config: ModelConfig
     """The configuration of the whole model, not of one rank's part."""
     properties: ModelProperties
-    has_int8 = False
-    """Whether linear layers are int8, stored or quantised."""
+    codes: str | None = None
+    """What weights of linear layers are, stored or quantised; None: floats."""
 
     @property
     @abstractmethod
@@ -115,22 +115,23 @@ class SplitSource(ModelSource):
         if folder is not None and folder.is_dir():
             self._draft_adapter = checkpoint.open_draft_adapter(folder, found.expected, family.name)
             self._draft_bytes = (folder / ADAPTER_WEIGHTS).stat().st_size
-        wanted = found.expected.quantized(config.quantized_layers(), config.group_size)
+        is_fp8 = config.codes == "fp8"
+        wanted = found.expected.quantized(config.quantized_layers(), config.group_size, is_fp8=is_fp8)
         self._layers = layers = found.quantized or wanted
         device = find_device(config.device)
         if found.quantized is not None:
             _check_stored(config, found, found.quantized)
-        elif layers.group_size:
-            device.check_int4("quantization", repr(config.quantization))
+        elif config.codes is not None:
+            device.check_codes("quantization", repr(config.quantization), config.codes)
         found.expected.check_groups(layers, config.tensor_parallel_size, found.config.tensor_parallel_sizes())
         model = checkpoint.with_dtype(found.config, config.dtype)
-        self.has_int8 = bool(layers.modules)
-        doubts = device.check_model(config, model, path, has_int8=self.has_int8)
+        self.codes = layers.codes if layers.modules else None
+        doubts = device.check_model(config, model, path, codes=self.codes)
         _warn((*found.doubts, *doubts))
 
     @property
     def identity(self) -> object:
-        layers = sorted(self._layers.modules), self._layers.group_size, self._layers.has_zeros
+        layers = sorted(self._layers.modules), self._layers.codes, self._layers.group_size, self._layers.has_zeros
         return self.config, layers, self._family.decoder, self._draft_adapter is not None
 
     def weight_bytes(self, ranks: int) -> int:
@@ -152,21 +153,19 @@ class SplitSource(ModelSource):
 
 
 def _check_stored(config: EngineConfig, found: checkpoint.Checkpoint, layers: Quantized) -> None:
-    """Refuses settings that do not go with a checkpoint whose weights are int8 or int4 already.
+    """Refuses settings that do not go with a checkpoint whose weights are quantised already.
 
     Raises:
         CheckpointError: an adapter cannot be merged into quantised weights.
         ParameterError: the device or the graph mode cannot run such layers, layers are excluded that are quantised, or
-            another number of bits is asked for.
+            other weights are asked for.
     """
-    kind = f"int{layers.bits}"
-    if layers.group_size:
-        find_device(config.device).check_int4("model", str(found.path))
-    config.check_int8("model", f"{found.path}, whose weights are {kind},")
-    again = f"{found.path}, whose weights are {kind} already; quantise the float checkpoint anew"
+    find_device(config.device).check_codes("model", str(found.path), layers.codes)
+    config.check_int8("model", f"{found.path}, whose weights are {layers.codes},")
+    again = f"{found.path}, whose weights are {layers.codes} already; quantise the float checkpoint anew"
     if config.quantization_exclude:
         raise ParameterError("quantization_exclude", f"has no effect on {again}")
-    if config.quantization is not None and config.group_size != layers.group_size:
+    if config.quantization is not None and (config.codes, config.group_size) != (layers.codes, layers.group_size):
         raise ParameterError("quantization", f"{config.quantization!r} has no effect on {again}, or leave it out")
     checkpoint.refuse_adapter(found, config.lora)
 

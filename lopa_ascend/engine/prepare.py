@@ -88,10 +88,11 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     max_num_batched_tokens = config.batched_tokens(max_model_len)
     is_causal = model_source.properties.is_causal
     stated = with_dtype(model, config.dtype)
-    has_int8 = model_source.has_int8
-    ops, layout = device.checked_ops(ops, config, stated, max_model_len, is_causal=is_causal, has_int8=has_int8)
+    codes = model_source.codes
+    ops, layout = device.checked_ops(ops, config, stated, max_model_len, is_causal=is_causal, codes=codes)
     config = replace(config, attention_layout=layout)
-    device.check_memory(model_source.weight_bytes(config.tensor_parallel_size), config.world_size)
+    weight_bytes = model_source.weight_bytes(config.tensor_parallel_size)
+    device.check_memory(weight_bytes, config.world_size, config.gpu_memory_utilization)
     graph_plan = None
     if config.graph_mode != "eager":
         identity = model_source.identity, max_model_len, num_token_ids, mesh.tp.rank, mesh.bp.rank
@@ -140,7 +141,7 @@ def choose_num_pages(config: EngineConfig, prepared: Prepared, model: Model, pag
     let one kernel attend for a whole step, as far as the memory goes.
 
     Raises:
-        ParameterError: the configured memory holds no page.
+        ParameterError: the configured memory, or share of it, holds no page.
     """
     if config.kv_cache_memory is not None:
         if config.kv_cache_memory < page_bytes:
@@ -154,10 +155,16 @@ def choose_num_pages(config: EngineConfig, prepared: Prepared, model: Model, pag
     if graphs is not None:
         confidence, has_kernel = config.graph_params.confidence, prepared.ops.row_stats is not None
         scores = graphs.score_memory(model.local_vocab_size, model.head.dtype, confidence, has_kernel)
-        reserved = graphs.num_padding_pages * page_bytes + scores
+        activations = graphs.activation_memory(model.config, config.tensor_parallel_size, model.head.dtype)
+        # Graphs keep both; a prompt of as many tokens, op by op, has activations beside them.
+        reserved = graphs.num_padding_pages * page_bytes + scores + 2 * activations
         if device.wants_all_pages:
             useful = max(useful, graphs.num_attention_pages)
-    affordable = device.kv_memory(config.world_size, reserved) // page_bytes
+    share = config.gpu_memory_utilization
+    affordable = device.kv_memory(config.world_size, reserved, share) // page_bytes
+    if share is not None and not affordable:
+        message = f"a share of {share:g} leaves no KV page beside the weights and a step; choose more"
+        raise ParameterError("gpu_memory_utilization", message)
     return max(1, min(useful, affordable))
 
 

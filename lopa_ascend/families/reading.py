@@ -10,7 +10,7 @@ from typing import Any
 from lopa_ascend.config import ConfigError, ModelConfig
 from lopa_ascend.config.files import Fields, shown
 from lopa_ascend.config.int4_files import AWQ, GPTQ, int4_format
-from lopa_ascend.config.int8_files import COMPRESSED_TENSORS, CONFIG_FIELD, uses_compressed_tensors
+from lopa_ascend.config.int8_files import COMPRESSED_TENSORS, CONFIG_FIELD, FP8, fp8_format, uses_compressed_tensors
 from lopa_ascend.families.family import Family
 
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {
@@ -116,8 +116,10 @@ def _refuse_variants(fields: Fields, rope: Mapping[str, Any], num_layers: int, f
     for name, allowed in family.only.items():
         fields.expect(name, allowed)
     quantized = fields.get(CONFIG_FIELD)
-    if quantized is not None and not uses_compressed_tensors(quantized) and int4_format(quantized) is None:
-        raise fields.error(CONFIG_FIELD, f"one whose quant_method is {COMPRESSED_TENSORS!r}, {GPTQ!r} or {AWQ!r}")
+    is_known = uses_compressed_tensors(quantized) or fp8_format(quantized) or int4_format(quantized)
+    if quantized is not None and not is_known:
+        methods = f"{COMPRESSED_TENSORS!r}, {FP8!r}, {GPTQ!r} or {AWQ!r}"
+        raise fields.error(CONFIG_FIELD, f"one whose quant_method is {methods}")
     layer_types = fields.get("layer_types")
     if layer_types is not None and layer_types != [_FULL] * num_layers:
         raise fields.error("layer_types", f"{num_layers} times {_FULL!r}: other kinds of attention are not supported")

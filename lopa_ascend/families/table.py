@@ -16,7 +16,7 @@ from lopa_ascend.config import ModelConfig, ParameterError
 HEAD = "lm_head"
 """`Row.linear` of the LM head."""
 SCALE = "_scale"
-"""Suffix of an int8 weight's scales."""
+"""Suffix of a quantised weight's scales."""
 ZERO = "_zero"
 """Suffix of the codes that mean zero in the groups of an int4 weight. Its scales have two dimensions."""
 DRAFTS = "_diff"
@@ -178,13 +178,16 @@ class Quantized:
 
     modules: frozenset[str] = frozenset()
     group_size: int = 0
-    """Inputs of int4 weights that share a scale; 0: the weights are int8, with a scale for each output."""
+    """Inputs of int4 weights that share a scale; 0: the weights have 8 bits, with a scale for each output."""
     has_zeros: bool = False
     """Whether each group of int4 weights has its own code for zero."""
+    is_fp8: bool = False
+    """Whether weights of 8 bits are float8 e4m3 instead."""
 
     @property
-    def bits(self) -> int:
-        return 4 if self.group_size else 8
+    def codes(self) -> str:
+        """Of the weights: "int8", "int4" or "fp8"."""
+        return "int4" if self.group_size else "fp8" if self.is_fp8 else "int8"
 
 
 FLOAT = Quantized()
@@ -218,10 +221,10 @@ class Tensors:
             total += int(math.prod(spec.shape) * size) // share
         return total
 
-    def quantized(self, layers: Collection[str], group_size: int = 0) -> Quantized:
+    def quantized(self, layers: Collection[str], group_size: int = 0, *, is_fp8: bool = False) -> Quantized:
         """Symmetric, for the linear ``layers`` as ``quantization_exclude`` calls them."""
         modules = (module for module, spec in self.linears.items() if spec.row.linear in layers)
-        return Quantized(frozenset(modules), group_size)
+        return Quantized(frozenset(modules), group_size, is_fp8=is_fp8)
 
     def with_scales(self, layers: Quantized) -> Tensors:
         """With quantised linear layers, and their scales behind each weight."""
@@ -232,14 +235,18 @@ class Tensors:
         return replace(self, specs=specs)
 
     def check_groups(self, layers: Quantized, ranks: int, sizes: Collection[int]) -> None:
-        """Refuses experts in int4, and a split that would put groups of int4 weights on two ranks (ParameterError).
-        ``sizes``: other numbers of ranks that can split the model, for the message."""
-        if not layers.group_size:
+        """Refuses experts in int4 or fp8, and a split that would put groups of int4 weights on two ranks
+        (ParameterError). ``sizes``: other numbers of ranks that can split the model, for the message."""
+        if layers.codes == "int8":
             return
         group, linears = layers.group_size, [s for name, s in self.linears.items() if name in layers.modules]
         experts = next((spec.module for spec in linears if spec.row.each), None)
         if experts is not None:
-            raise ParameterError("quantization", f"int4 is not supported for experts ({experts}); choose w8a8")
+            raise ParameterError(
+                "quantization", f"{layers.codes} is not supported for experts ({experts}); choose w8a8"
+            )
+        if not group:
+            return
         undivided = {
             n: next((spec for spec in linears if spec.shape[1] // (n if spec.split_axis == 1 else 1) % group), None)
             for n in {ranks, *sizes}

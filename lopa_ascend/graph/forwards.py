@@ -135,6 +135,12 @@ class PassLauncher:
         self._groups, self._causal = (0,) * bucket.all_entries, (bucket.is_causal,) * bucket.all_entries
         self._run: Run | None = None
 
+    def rehearse(self, compiler: Compiler) -> None:
+        """See ``Compiler.rehearse``."""
+        few = self._write(None)
+        with self._model.tp.ledger.paused():
+            compiler.rehearse(self._step, self.bucket.name, self._tensors, few)
+
     def compile(self, compiler: Compiler, check: StepCheck | None = None) -> None:
         """Compiles the pass and tries it out, with few keys and with the most. Then ``check`` compares it.
 
@@ -159,7 +165,7 @@ class PassLauncher:
         self._write(None)
         bucket, given = self.bucket, self._views(self._memory)
         given.source.copy_(torch.arange(bucket.writes) % bucket.tokens)
-        return check.write(given.tokens, given.positions, given.page_tables, bucket.writes, bucket.length)
+        return check.write(*given[:2], given.page_tables, bucket.all_entries, bucket.writes, bucket.length)
 
     def _hidden(self, kv_lengths: Sequence[int]) -> Tensor:
         with self._model.tp.ledger.paused():
@@ -238,6 +244,12 @@ class Forwards:
         self._slots = max(bucket.slots for bucket in declared)
         self._num_launches = self._tokens = self._padded_tokens = 0
         self._eager_steps: Counter[str] = Counter()
+
+    @torch.inference_mode()
+    def rehearse(self, launchers: Iterable[PassLauncher]) -> None:
+        """See ``Compiler.rehearse``."""
+        for launcher in launchers:
+            launcher.rehearse(self._compiler)
 
     @torch.inference_mode()
     def warm_up(self, launchers: Iterable[PassLauncher], check: StepCheck | None = None) -> None:

@@ -6,12 +6,12 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from lopa_ascend.backend.compiler import Compiler
-from lopa_ascend.config import EngineConfig, ParameterError
+from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.graph.buckets import Bucket, Buckets, declare
 from lopa_ascend.graph.check import StepCheck
 from lopa_ascend.graph.compile import load_compiler
@@ -26,7 +26,15 @@ from lopa_ascend.process.progress import progress
 from lopa_ascend.score.greedy import GreedyScore
 from lopa_ascend.types import ModelProperties
 
-L = TypeVar("L")
+
+class _Compiled(Protocol):
+    """A launcher."""
+
+    @property
+    def bucket(self) -> Bucket | PassShape: ...
+
+
+L = TypeVar("L", bound=_Compiled)
 logger = logging.getLogger(__name__)
 
 SMALL_WINDOWS = (
@@ -81,6 +89,20 @@ class GraphPlan:
         num_tensors = 0 if has_kernel else 3 if confidence == "neg_entropy" else 2
         return num_rows * vocabulary * (dtype.itemsize + num_tensors * torch.float32.itemsize)
 
+    def activation_memory(self, model: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
+        """Bytes that an MLP of the largest step takes: gate, up and what SwiGLU makes of them, and hidden states before
+        and after.
+
+        Args:
+            ranks: that split the model.
+            dtype: of the activations.
+        """
+        widths, experts = [model.intermediate_size], model.experts
+        if experts is not None:
+            widths.append(experts.per_token * experts.inner + experts.shared_inner)
+        num_rows = max(bucket.tokens for bucket in self.declared)
+        return num_rows * (3 * max(widths) // ranks + 4 * model.hidden_size) * dtype.itemsize
+
 
 def plan_graphs(
     config: EngineConfig,
@@ -103,13 +125,13 @@ def plan_graphs(
         ParameterError: the largest window has fewer positions than a graph has branches.
     """
     shape = _largest(config, properties, max_model_len, max_queries)
-    steps = () if properties.is_causal else _windows(config, shape, max_tokens)
     forwards = _rows(config, shape, max_tokens) if properties.is_causal else ()
     params = config.graph_params
     key = repr((identity, config.dtype, config.tensor_parallel_size, config.branch_parallel_size, params))
     compiler = load_compiler(
         config.device, config.graph_mode, key=f"{key} {config.attention_layout}", cache_dir=config.graph_cache
     )
+    steps = () if properties.is_causal else _windows(config, shape, max_tokens, packs=compiler.packs)
     plan = GraphPlan(shape, steps, forwards, compiler)
     compiler.check_buckets([bucket.name for bucket in plan.declared])
     return plan
@@ -134,8 +156,8 @@ def _largest(config: EngineConfig, properties: ModelProperties, max_model_len: i
     )
 
 
-def _windows(config: EngineConfig, shape: Bucket, max_tokens: int) -> tuple[Bucket, ...]:
-    """The buckets of decode steps.
+def _windows(config: EngineConfig, shape: Bucket, max_tokens: int, *, packs: bool) -> tuple[Bucket, ...]:
+    """The buckets of decode steps; see ``buckets.declare``.
 
     Raises:
         ParameterError: the largest window has fewer positions than a graph has branches.
@@ -146,7 +168,7 @@ def _windows(config: EngineConfig, shape: Bucket, max_tokens: int) -> tuple[Buck
             "branches of a graph; choose more or longer blocks (block_size), or fewer branches (num_branches)"
         )
         raise ParameterError("graph_window_blocks", message)
-    declared = declare(shape, max_tokens).declared
+    declared = declare(shape, max_tokens, packs=packs).declared
     most_blocks = max(bucket.blocks for bucket in declared)
     if most_blocks < shape.blocks:
         logger.info(SMALL_WINDOWS, most_blocks, shape.blocks, max_tokens)
@@ -189,7 +211,10 @@ def build_executor(
     )
     executor = GraphExecutor(model, pool, graphs, bp)
     check = _check(plan, model, pool, num_token_ids)
-    executor.warm_up(_announced(plan, list(executor.launchers.values()), model), check)
+    launchers = _largest_first(executor.launchers.values())
+    if plan.compiler.rehearses:
+        executor.rehearse(launchers)
+    executor.warm_up(_announced(plan, launchers, model), check)
     return executor
 
 
@@ -201,7 +226,10 @@ def build_forwards(plan: GraphPlan, model: Model, pool: KVPool, num_token_ids: i
     """
     forwards = Forwards(plan.forwards, plan.compiler, model, pool, bp.size)
     check = _check(plan, model, pool, num_token_ids)
-    forwards.warm_up(_announced(plan, list(forwards.launchers.values()), model), check)
+    launchers = _largest_first(forwards.launchers.values())
+    if plan.compiler.rehearses:
+        forwards.rehearse(launchers)
+    forwards.warm_up(_announced(plan, launchers, model), check)
     return forwards
 
 
@@ -209,6 +237,12 @@ def _check(plan: GraphPlan, model: Model, pool: KVPool, num_token_ids: int) -> S
     """What compares graphs with their steps; None where steps run op by op themselves."""
     is_compiled = plan.compiler.mode != "eager"
     return StepCheck(plan.compiler, model, pool, num_token_ids) if is_compiled else None
+
+
+def _largest_first(launchers: Iterable[L]) -> list[L]:
+    """The order of captures. Graphs of one pool take memory that those before them have left, where it is large enough:
+    in this order the pool grows to what the largest step needs, in the other to the sum."""
+    return sorted(launchers, key=lambda launcher: launcher.bucket.tokens, reverse=True)
 
 
 def _announced(plan: GraphPlan, launchers: list[L], model: Model) -> Iterable[L]:

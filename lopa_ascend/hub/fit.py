@@ -14,7 +14,13 @@ from lopa_ascend.backend import find_device
 from lopa_ascend.config import ConfigError, EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.config.files import read_json_object
 from lopa_ascend.config.int4_files import int4_description
-from lopa_ascend.config.int8_files import CONFIG_FIELD, modelslim_descriptions, uses_compressed_tensors
+from lopa_ascend.config.int8_files import (
+    CONFIG_FIELD,
+    fp8_format,
+    has_fp8_weights,
+    modelslim_descriptions,
+    uses_compressed_tensors,
+)
 from lopa_ascend.config.kinds import format_size
 from lopa_ascend.families import Family, read_config, with_name
 from lopa_ascend.families.table import sizes_of
@@ -31,7 +37,7 @@ try:
     device.open()
 except (ValueError, RuntimeError) as error:
     sys.exit(str(error))
-print(device.free_memory(1))
+print(device.usable_memory(1, float(sys.argv[2]) if sys.argv[2:] else None))
 """
 
 
@@ -44,7 +50,7 @@ class _Found:
     stored: int
     """Bytes of its weights in files."""
     form: str | None
-    """Of stored linear layers: "int8" or "int4"; None: floats."""
+    """Of stored linear layers: "int8", "int4" or "fp8"; None: floats."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,10 @@ def _read(name: str, directory: Path, stored: int) -> _Found:
         int4 = int4_description(directory, raw, ConfigError)
     except ValueError as error:
         raise ParameterError("model", f"{name} cannot be served: {error}. Code of a repository is never run") from error
-    form = "int8" if uses_compressed_tensors(raw.get(CONFIG_FIELD)) or modelslim_descriptions(directory) else None
+    described = raw.get(CONFIG_FIELD)
+    form = "int8" if uses_compressed_tensors(described) or modelslim_descriptions(directory) else None
+    if fp8_format(described) is not None:
+        form = "fp8" if has_fp8_weights(described) else None
     form = form if int4 is None else "int4"
     if not (raw.get("torch_dtype") or raw.get("dtype")) and family is not None:
         parameters = family.tensors(config).num_bytes(1)
@@ -117,15 +126,15 @@ def _check_device(engine: EngineConfig, found: _Found) -> None:
     """Refuses what the ranks or the device cannot run, as the engine will."""
     engine.check_split(found.config)
     model = found.config if engine.dtype == "auto" else replace(found.config, dtype=engine.dtype)
-    device, is_quantized = find_device(engine.device), found.form is not None or engine.quantization is not None
-    if found.form == "int4":
-        device.check_int4("model", found.name)
-    elif found.form is None and found.family is not None and engine.group_size:
-        device.check_int4("quantization", repr(engine.quantization))
+    device, codes = find_device(engine.device), found.form or engine.codes
+    if found.form is not None:
+        device.check_codes("model", found.name, found.form)
+    elif found.family is not None and engine.codes is not None:
+        device.check_codes("quantization", repr(engine.quantization), engine.codes)
         tensors = found.family.tensors(model)
-        layers = tensors.quantized(engine.quantized_layers(), engine.group_size)
+        layers = tensors.quantized(engine.quantized_layers(), engine.group_size, is_fp8=engine.codes == "fp8")
         tensors.check_groups(layers, engine.tensor_parallel_size, model.tensor_parallel_sizes())
-    device.check_model(engine, model, Path(found.name), has_int8=is_quantized)
+    device.check_model(engine, model, Path(found.name), codes=codes)
 
 
 def _need(engine: EngineConfig, found: _Found) -> _Need:
@@ -142,12 +151,12 @@ def _need(engine: EngineConfig, found: _Found) -> _Need:
         weights = tensors.num_bytes(item, tensors.quantized(engine.quantized_layers(), engine.group_size), tp)
     positions = engine.longest_sequence(model)
     pages = engine.kv_cache_memory or pages_for(positions) * page_bytes(model.kv_shape(tp), item)
-    form = found.form or (engine.quantization and ("int4" if engine.group_size else "int8"))
-    step = _step_bytes(model, engine.batched_tokens(positions), item, tp)
+    form = found.form or engine.codes
+    step = step_bytes(model, engine.batched_tokens(positions), item, tp)
     return _Need(weights, pages, step, positions, f"{dtype} and {form}" if form else dtype)
 
 
-def _step_bytes(model: ModelConfig, tokens: int, item: int, tp: int) -> int:
+def step_bytes(model: ModelConfig, tokens: int, item: int, tp: int) -> int:
     """The most bytes of a step beside weights and pages: a layer's residual and norm, inputs and outputs of its widest
     linear layers; and a piece of the logits with its statistics."""
     sizes = sizes_of(model)
@@ -163,7 +172,8 @@ def _free_memory(engine: EngineConfig) -> int:
     device = find_device(engine.device)
     if device.on_host:
         return device.free_memory(engine.world_size)
-    asked = subprocess.run([sys.executable, "-c", _ASK_DEVICE, engine.device], capture_output=True, text=True)
+    share = [] if engine.gpu_memory_utilization is None else [str(engine.gpu_memory_utilization)]
+    asked = subprocess.run([sys.executable, "-c", _ASK_DEVICE, engine.device, *share], capture_output=True, text=True)
     if asked.returncode:
         raise ParameterError(
             "device", f"{engine.device} cannot be asked for its memory: {asked.stderr.strip().splitlines()[-1]}"

@@ -1,7 +1,7 @@
 """A decoder like Qwen2 or Qwen3 in fused ops: the forward pass that all built-in families share.
 
 A family lists its weights; which of them there are decides what a layer computes: biases, norms of queries and keys, or
-experts in place of the MLP, beside one that all tokens take. Any of the linear layers of a layer may be int8;
+experts in place of the MLP, beside one that all tokens take. Any of the linear layers of a layer may be int8 or fp8;
 it then has a ``weight_scale`` of each output beside its ``weight``, and its activations are quantised when it runs.
 An int4 one has a scale of each output and group of inputs, and perhaps a ``weight_zero``; its activations are int8 too.
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lopa_ascend.backend.interface import Experts, Int4Weight, Ops
+from lopa_ascend.backend.interface import FP8, Experts, Int4Weight, Ops
 from lopa_ascend.config import ExpertsConfig, ModelConfig, YarnConfig
 from lopa_ascend.families import Family, Row
 from lopa_ascend.families.table import DRAFTS, LORA_A, LORA_B, SCALE, ZERO
@@ -37,7 +37,7 @@ EXPERTS = {
 }
 """The tensors of ``Experts`` by our names, in a layer."""
 Rows = Tensor | tuple[Tensor, Tensor]
-"""Activations [T, in], or their int8 codes [T, in] and scales, float32 [T]."""
+"""Activations [T, in], or their codes [T, in], int8 or FP8, and scales, float32 [T]."""
 
 
 class Decoder:
@@ -59,9 +59,10 @@ class Decoder:
         self.first_token_id = tp.rank * shard
         self.local_vocab_size = min(shard, config.vocab_size - self.first_token_id)
         num_positions = num_positions or config.max_position_embeddings
-        self._rope_unit = _rope_unit(config.yarn, num_positions)
+        self._rope_unit = 1.0 if ops.rope_and_write is not None else _rope_unit(config.yarn, num_positions)
         rows = {spec.ours: spec.row for spec in family.tensors(config).specs.values()}
         int4 = [name for name, weight in weights.items() if weight.dtype == torch.uint8 and not name.endswith(ZERO)]
+        self._codes = FP8 if any(weight.dtype == FP8 for weight in weights.values()) else torch.int8
         own = {name: self._stored(name, weights.pop(name), rows) for name in list(weights)}
         embed = own["embed.weight"]
         self.weights: Mapping[str, Tensor] = own
@@ -86,7 +87,9 @@ class Decoder:
         if row.is_summed and self.tp.rank:
             weight.zero_()
         weight = self._with_halves(name, weight)
-        if self._rope_unit != 1 and name.split(".")[-2].startswith("qkv") and weight.is_floating_point():
+        # Of quantised weights the scales.
+        is_wide = weight.is_floating_point() and weight.dtype != FP8
+        if self._rope_unit != 1 and name.split(".")[-2].startswith("qkv") and is_wide:
             weight = weight * self._rope_unit
         if row.each:  # of all experts, whose rows lie one after another
             assert self.config.experts is not None
@@ -129,7 +132,7 @@ class Decoder:
 
     def _make_rope_tables(self, num_positions: int, embed: Tensor) -> Tensor:
         """Cosines and sines of ``Ops.rope`` on the embedding's device, [2, positions, heads + 2 * kv_heads, ...], or
-        [2, positions, 1, ...] if queries and keys are normed.
+        [2, positions, 1, ...] if queries and keys are normed, or a kernel rotates them alike and leaves v as it is.
 
         Otherwise v is rotated by an angle of 0: one kernel for q, k and v costs less than one for q and one for k. The
         tables have a row for each head, so that a step takes its rows with one kernel.
@@ -150,6 +153,8 @@ class Decoder:
         if self._norms_heads:
             assert yarn is None, "norms would undo what weights are multiplied by"
             return tables
+        if self.ops.rope_and_write is not None and not (yarn and yarn.query_beta):
+            return tables
         head = torch.arange(self.num_heads + 2 * self.num_kv_heads, device=device)
         is_value_head = head >= self.num_heads + self.num_kv_heads
         no_angle = torch.tensor([1.0, 0.0], dtype=embed.dtype, device=device)  # cos, sin
@@ -168,8 +173,7 @@ class Decoder:
         x = self._norm(residual, "layers.0.attn_norm", reader="layers.0.qkv")
         for n in range(c.num_layers):
             p = f"layers.{n}."
-            q, k, v = self._attention_inputs(x, p, cos, sin, num_drafts)
-            ops.kv_write(k, v, k_caches[n], v_caches[n], inputs.slot_mapping, inputs.source)
+            q = self._queries(x, p, (cos, sin), num_drafts, inputs, (k_caches[n], v_caches[n]))
             attended = ops.attention(q, k_caches[n], v_caches[n], inputs.entries)
             # After the last attention no token depends on another: go on with the wanted rows.
             if n == c.num_layers - 1 and inputs.rows is not None:
@@ -189,25 +193,35 @@ class Decoder:
                 x, residual = self._add_norm(out, residual, f"layers.{n + 1}.attn_norm", reader=f"layers.{n + 1}.qkv")
         return ops.add_rms_norm(out, residual, self.weights["norm.weight"], c.rms_norm_eps)[0]
 
-    def _attention_inputs(
-        self, x: Rows, layer: str, cos: Tensor, sin: Tensor, num_drafts: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [T, heads, head_dim] of a layer, with their positions in them."""
+    def _queries(
+        self,
+        x: Rows,
+        layer: str,
+        tables: tuple[Tensor, Tensor],
+        num_drafts: int,
+        inputs: ForwardInputs,
+        caches: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Queries [T, H, head_dim] of a layer with their positions in them. Its keys and values are written."""
+        ops, eps = self.ops, self.config.rms_norm_eps
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         qkv = self._linear_of_views(x, layer + "qkv", num_drafts).view(-1, sum(heads), self.config.head_dim)
-        if not self._norms_heads:
-            q, k, v = self.ops.rope(qkv, cos, sin).split(heads, 1)
-            return q, k, v
-        q, k, v = qkv.split(heads, 1)
-        queries: list[Tensor] = []  # torch's compiler cannot trace list[Tensor]()
-        keys: list[Tensor] = []
-        for rows, end in self._views(len(q), layer + "q_norm", num_drafts):
-            q_weight, k_weight = (self.weights[f"{layer}{name}_norm{end}.weight"] for name in "qk")
-            eps = self.config.rms_norm_eps
-            query, key = self.ops.norm_rope(q[rows], k[rows], q_weight, k_weight, eps, cos[rows], sin[rows])
-            queries.append(query)
-            keys.append(key)
-        return _joined(queries), _joined(keys), v
+        views = [
+            (rows, (self.weights[f"{layer}q_norm{end}.weight"], self.weights[f"{layer}k_norm{end}.weight"]))
+            for rows, end in (self._views(len(qkv), layer + "q_norm", num_drafts) if self._norms_heads else [])
+        ]
+        if ops.rope_and_write is not None and len(views) <= 1:
+            norms = views[0][1] if views else None
+            return ops.rope_and_write(qkv, norms, eps, tables, caches, inputs.slot_mapping, inputs.source)
+        q: Tensor
+        cos, sin = tables
+        q, k, v = (qkv if views else ops.rope(qkv, cos, sin)).split(heads, 1)
+        if views:
+            normed = [ops.norm_rope(q[rows], k[rows], *norms, eps, cos[rows], sin[rows]) for rows, norms in views]
+            q, k = _joined([queries for queries, _ in normed]), _joined([keys for _, keys in normed])
+        ops.kv_write(k, v, *caches, inputs.slot_mapping, inputs.source)
+        queries: Tensor = q
+        return queries
 
     def _attention_output(self, attended: Tensor, layer: str, num_drafts: int) -> Tensor:
         """This rank's part of what attention adds."""
@@ -245,38 +259,40 @@ class Decoder:
     def _norm(self, x: Tensor, norm: str, reader: str) -> Rows:
         """A norm of x, as the linear layer ``reader`` takes it."""
         weight, eps = self.weights[norm + ".weight"], self.config.rms_norm_eps
-        return self.ops.rms_norm_quant(x, weight, eps) if self._is_int8(reader) else self.ops.rms_norm(x, weight, eps)
+        if not self._takes_codes(reader):
+            return self.ops.rms_norm(x, weight, eps)
+        return self.ops.rms_norm_quant(x, weight, eps, self._codes)
 
     def _add_norm(self, x: Tensor, residual: Tensor, norm: str, reader: str) -> tuple[Rows, Tensor]:
         """A norm of x + residual, as the linear layer ``reader`` takes it, and x + residual."""
         weight, eps = self.weights[norm + ".weight"], self.config.rms_norm_eps
-        if not self._is_int8(reader):
+        if not self._takes_codes(reader):
             return self.ops.add_rms_norm(x, residual, weight, eps)
-        codes, scale, total = self.ops.add_rms_norm_quant(x, residual, weight, eps)
+        codes, scale, total = self.ops.add_rms_norm_quant(x, residual, weight, eps, self._codes)
         return (codes, scale), total
 
     def _gated(self, x: Rows, name: str, reader: str) -> Rows:
         """SwiGLU of a linear layer, as the linear layer ``reader`` takes it."""
-        if not self._is_int8(reader):
+        if not self._takes_codes(reader):
             return self.ops.swiglu(self._linear(x, name))
         weight, scale = self.weights[name + ".weight"], self.weights.get(name + ".weight_scale")
-        if scale is None or weight.dtype != torch.int8 or name + ".bias" in self.weights:
-            return self.ops.swiglu_quant(self._linear(x, name))
-        rows = self.ops.quantize(x) if isinstance(x, Tensor) else x
+        if scale is None or name + ".weight" in self._int4 or name + ".bias" in self.weights:
+            return self.ops.swiglu_quant(self._linear(x, name), self._codes)
+        rows = self.ops.quantize(x, self._codes) if isinstance(x, Tensor) else x
         return self.ops.quant_swiglu(*rows, weight, scale, self.head.dtype)
 
-    def _is_int8(self, name: str) -> bool:
-        """Whether a linear layer takes int8 activations."""
+    def _takes_codes(self, name: str) -> bool:
+        """Whether a linear layer takes quantised activations."""
         return name + ".weight_scale" in self.weights
 
     def _linear(self, x: Rows, name: str) -> Tensor:
-        """A linear layer of this rank; if it is int8 or int4, its activations were quantised before or are here."""
+        """A linear layer of this rank; if it is quantised, its activations were quantised before or are here."""
         weight, bias = self.weights[name + ".weight"], self.weights.get(name + ".bias")
         weight_scale = self.weights.get(name + ".weight_scale")
         if weight_scale is None:
             assert isinstance(x, Tensor)
             return self.ops.linear(x, weight, bias)
-        codes, scale = self.ops.quantize(x) if isinstance(x, Tensor) else x
+        codes, scale = self.ops.quantize(x, self._codes) if isinstance(x, Tensor) else x
         int4 = self._int4.get(name + ".weight")
         if int4 is not None:
             return self.ops.int4_linear(codes, scale, int4, bias, self.head.dtype)

@@ -71,6 +71,9 @@ class Group:
     """Counts what this rank sends."""
     explain: Callable[[], str | None] = lambda: None
     """Says which rank made a collective fail; None if that is not known. For the message of RankError."""
+    while_waiting: Callable[[float], None] = lambda seconds: None
+    """To be called while the host waits for its device, where collectives wait for other ranks, with the seconds so
+    far. Raises RankError if another rank has failed or does not answer."""
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
         """The sum of x over all ranks. It replaces x in place, except in a compiled graph, where it is a new tensor."""

@@ -7,8 +7,10 @@ that split one forward pass are neighbours.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -27,12 +29,16 @@ from lopa_ascend.parallel.store import START_TIMEOUT, TextStore, serve_store
 from lopa_ascend.parallel.watch import ProcessWatch
 from lopa_ascend.types import Traffic
 
+logger = logging.getLogger(__name__)
+
 MEETING_TIMEOUT = timedelta(minutes=2)
 """Most time for ranks that are all there to connect by gloo. Meanwhile none of them notices that another has ended."""
 LEAST_MEETING_TIMEOUT = timedelta(seconds=10)
 """What they get at least, on a busy machine, however soon a rank that hangs is given up."""
 RESETTABLE = ("gloo", "nccl")
 """Backends whose timeout can be changed."""
+ENDING_TIMEOUT = 10.0
+"""Most seconds in which torch.distributed may end the groups. NCCL may wait for ranks that are gone."""
 EXPLANATION_TIMEOUT = 2.0
 """Seconds in which the watch should find the rank that made a collective fail."""
 
@@ -100,8 +106,12 @@ class Mesh:
         """Whether some rank refused to start; see ``raise_together``."""
         self.failure: str | None = None
         """Which rank has failed, and how; None as long as the watch has not noticed any failure."""
+        self.before_end: Callable[[], None] = lambda: None
+        """Called before the groups end."""
         self._tp_size = 1
         self._timeout = START_TIMEOUT
+        self._patience = START_TIMEOUT
+        """How long this rank waits for its device, where collectives wait for others."""
         self._check_others: Callable[[], None] = lambda: None
         """Called while this rank waits for others to join; may raise."""
         self._texts: TextStore | None = None
@@ -247,7 +257,7 @@ class Mesh:
 
     def _group(self, process_group: dist.ProcessGroup) -> Group:
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        return Group(rank, size, process_group, self.ledger, self._explain)
+        return Group(rank, size, process_group, self.ledger, self._explain, self._check_waiting)
 
     # ---- starting --------------------------------------------------------------------------------------------------
 
@@ -279,13 +289,16 @@ class Mesh:
         HCCL has its own from the beginning; see ``exec_timeout``.
         """
         self.world.minimum(0, "start")
+        self._patience = self._timeout
         self._set_timeout(self._timeout)
 
     def _set_timeout(self, timeout: timedelta) -> None:
-        """Sets how long collectives may take, where they are gloo's or NCCL's."""
+        """Sets how long collectives may take, where they are gloo's or NCCL's. Once NCCL's time is over torch ends the
+        process; so it is longer, and this rank says before what has failed."""
         for group in (self.tp, self.bp, self.world):
-            if group.process_group is not None and dist.get_backend(group.process_group) in RESETTABLE:
-                dist.distributed_c10d._set_pg_timeout(timeout, group.process_group)
+            if group.process_group is not None and (backend := dist.get_backend(group.process_group)) in RESETTABLE:
+                more = MEETING_TIMEOUT if backend == "nccl" else timedelta(0)
+                dist.distributed_c10d._set_pg_timeout(timeout + more, group.process_group)
 
     # ---- while it runs ---------------------------------------------------------------------------------------------
 
@@ -322,6 +335,13 @@ class Mesh:
             time.sleep(0.05)
         return self.failure
 
+    def _check_waiting(self, seconds: float) -> None:
+        """See ``Group.while_waiting``."""
+        if self.failure is not None:
+            raise RankError(f"a step failed: {self.failure}")
+        if seconds > self._patience.total_seconds():
+            raise RankError(f"a step failed: the device has not finished it in {seconds:.0f} s; a rank does not answer")
+
     def traffic(self) -> tuple[Traffic, ...]:
         """What this rank has sent, by purpose."""
         return self.ledger.traffic()
@@ -338,7 +358,18 @@ class Mesh:
             message = None if failure is None else f"{self.describe_rank(self.rank)} has left: {failure}"
             self._watch.close(message)
         if self._owns_process_group and dist.is_initialized():
-            dist.destroy_process_group()
+            self.before_end()
+            # NCCL's own way to end is an agreement with the others, which may be gone already.
+            has_nccl = dist.get_backend() == "nccl"
+            end = dist.distributed_c10d._abort_process_group if has_nccl else dist.destroy_process_group
+            thread = threading.Thread(target=end, name="end of ranks", daemon=True)
+            thread.start()
+            thread.join(ENDING_TIMEOUT)
+            if thread.is_alive():
+                logger.warning(
+                    "the groups of ranks have not ended in %g s; start another engine in another process",
+                    ENDING_TIMEOUT,
+                )
 
 
 _engine_numbers = itertools.count()

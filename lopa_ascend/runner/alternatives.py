@@ -60,7 +60,8 @@ class AlternativesRecorder:
             places = num_before + np.searchsorted(plan.rows[branch].masked, positions)
             message = self._lists(job, part.order[places], count)
         message = self.bp.broadcast(message, group, "top_logprobs")
-        ids, probs = message.cpu().split(count, dim=1)
+        read = self.model.ops.read_later(message, self.bp.while_waiting)
+        ids, probs = read().split(count, dim=1)
         found = {}
         for position, tokens, values in zip(positions, ids.long().tolist(), probs.tolist(), strict=True):
             pairs = zip(tokens, values, strict=True)

@@ -40,7 +40,9 @@ class ContinuationScorer:
             if self.bp.rank == 0:  # the row's home
                 columns = torch.tensor([(index, token) for index, token, _ in asked], device=found.device).T
                 found = self._logprobs(job, torch.from_numpy(part.order), *columns)
-            for (*_, values), value in zip(asked, self.bp.broadcast(found, 0, "continuations").tolist(), strict=True):
+            found = self.bp.broadcast(found, 0, "continuations")
+            scores = self.model.ops.read_later(found, self.bp.while_waiting)()
+            for (*_, values), value in zip(asked, scores.tolist(), strict=True):
                 values.append(value)
         return tuple(map(tuple, known))
 

@@ -132,7 +132,8 @@ class EagerExecutor:
         message[: sizes[self.bp.rank]] = torch.cat([pad(each, (0, width - each.shape[1])) for each in own])
         if not message.numel():
             return np.zeros((self.bp.size, *message.shape), dtype=np.int32)
-        gathered: NDArray[np.int32] = self.bp.all_gather(message, "branches").cpu().numpy()
+        read = self.ops.read_later(self.bp.all_gather(message, "branches"), self.bp.while_waiting)
+        gathered: NDArray[np.int32] = read().numpy()
         return gathered
 
     # ---- forward pass ----------------------------------------------------------------------------------------------
@@ -146,11 +147,12 @@ class EagerExecutor:
         items = list(zip(shares, (sequence.page_tables for sequence in sequences), strict=True))
         compiled, shift = kind is not None, self.model.properties.logit_shift
         batch = build_batch(items, self.ops.max_queries, shift, compiled=compiled)
+        # Before the device computes: a copy of the host's memory waits for all that was launched.
+        orders = [torch.from_numpy(part.order).to(self.ops.device) for part in batch.parts]
         states = batch.split(self._hidden(batch.inputs, kind))
         # The device computes while the grammars are asked.
         passes = [self._pass(*item) for item in zip(sequences, batch.parts, states, strict=True)]
         scored = self.scorer.score([computed.job for computed in passes], self.probe)
-        orders = (torch.from_numpy(part.order).to(self.ops.device) for part in batch.parts)
         return passes, [predictions[order] for predictions, order in zip(scored, orders, strict=True)]
 
     def _hidden(self, inputs: ForwardInputs | None, kind: PassKind | None) -> Tensor:

@@ -29,7 +29,6 @@ from lopa_ascend.config import (
 from lopa_ascend.config.files import MAX_DEPTH, read_text, repeated, shown
 from lopa_ascend.config.kinds import AnyText, Boolean, Strings, Words
 from lopa_ascend.config.presets import LIST, find_preset, presets_text
-from lopa_ascend.config.removed import instead_of
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.families import family_of, recommended_decoding
@@ -63,8 +62,7 @@ OTHERS_FLAGS = {
     "context_length": "--max-model-len",
     "max_running_requests": "--max-num-seqs",
     "max_num_reqs": "--max-num-seqs",
-    "gpu_memory_utilization": "--kv-cache-memory, in bytes",
-    "mem_fraction_static": "--kv-cache-memory, in bytes",
+    "mem_fraction_static": "--gpu-memory-utilization",
     "profiler_config": "--profile-dir",
     "enable_chunked_prefill": "missing, because a prompt is one pass: docs/troubleshooting.md, What is not supported",
     "enforce_eager": "--graph-mode eager",
@@ -182,8 +180,6 @@ def _meant(name: str) -> str:
     """Which flag an unknown name stands for, as the end of a message; empty if there is none like it."""
     if name in OTHERS_FLAGS:
         return f"; here it is {OTHERS_FLAGS[name]}"
-    if removed := instead_of(name.removeprefix("no_")) or instead_of(name):
-        return removed
     if name.removeprefix("no_") in DecodingParams.names():
         return "; it is no flag, but a field of requests and a parameter of the Python API"
     close = get_close_matches(name, FLAGS, n=1)

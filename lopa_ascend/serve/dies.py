@@ -1,4 +1,4 @@
-"""The health of this machine's devices in /metrics."""
+"""The health of this machine's NPUs or GPUs in /metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTERVAL = 60.0
 
 
 class Dies(Collector):
-    """The dies of this machine as they were when somebody asked for metrics last.
+    """The dies or GPUs of this machine as they were when somebody asked for metrics last.
 
     Args:
         read: see ``Device.read_health``.
@@ -46,13 +46,14 @@ class Dies(Collector):
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             self._gauges = ()
             if not self._is_missing:
-                logger.warning("no metrics of the dies' health: %s", error)
+                logger.warning("no metrics of the devices' health: %s", error)
             self._is_missing = True
 
     def collect(self) -> Iterable[Metric]:
-        """The latest reading; the label is the number of a die. A gauge of which no value is known is left out."""
-        for name, text, values in self._gauges:
-            family = GaugeMetricFamily(name, text, labels=["die"])
+        """The latest reading; the label is the number of a die or a GPU. A gauge of which no value is known is left
+        out."""
+        for name, text, values, label in self._gauges:
+            family = GaugeMetricFamily(name, text, labels=[label])
             for index, value in values.items():
                 if value is not None:
                     family.add_metric([str(index)], value)

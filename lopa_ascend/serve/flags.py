@@ -10,7 +10,6 @@ from typing import Any
 
 from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.config.kinds import Boolean, Bytes, Choice, exact_size
-from lopa_ascend.config.removed import instead_of
 from lopa_ascend.config.settings import Section, Setting, settings
 from lopa_ascend.serve.config import ServeConfig
 
@@ -34,10 +33,7 @@ class Flag:
         """
         value = self.setting.kind.parse(text)
         if self.owner is ServeConfig or isinstance(self.setting.kind, Choice):
-            try:
-                self.setting.kind.checked(value)
-            except ValueError as error:
-                raise ValueError(f"{error}{instead_of(self.name, value)}") from None
+            self.setting.kind.checked(value)
         return value
 
     def help_text(self) -> str:
@@ -82,14 +78,12 @@ FLAGS = {**ENGINE_FLAGS, **SERVE_FLAGS, **DECODING_FLAGS}
 
 USUAL = frozenset((
     "model", "lora_path", "dtype", "device", "max_model_len", "served_model_name", "chat_template",
-    "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "seed",
+    "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "gpu_memory_utilization", "seed",
     "tensor_parallel_size", "branch_parallel_size", "replicas",
     "graph_mode",
     "host", "port", "api_key", "allowed_origins", "root_path", "request_timeout", "shutdown_timeout",
-    "enable_log_requests", "keep_alive_interval",
-    "ssl_certfile", "ssl_keyfile",
-    "preset", "decoding", "num_branches", "block_size", "tau_add", "tau_act", "tau_conf", "max_new_tokens",
-    "temperature",
+    "enable_log_requests", "ssl_certfile", "ssl_keyfile",
+    "preset", "decoding", "num_branches", "block_size", "tau_conf", "max_new_tokens", "temperature",
 ))  # fmt: skip
 """The flags that people use, which --help shows, one line for each group; --help-all shows the others too."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -33,6 +34,8 @@ class RankReport:
     """What could still be allocated."""
     linear: str
     """Whether rows of linear layers are independent of one another on this rank, in words."""
+    versions: Mapping[str, str | None]
+    """See ``Device.versions``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,15 @@
-"""Quantises a checkpoint to W8A8 or int4 and writes it to another directory, in the format compressed-tensors.
+"""Quantises a checkpoint to W8A8, int4 or fp8 and writes it to another directory, in the format compressed-tensors.
 
     python -m scripts.eval quantize Dream-v0-Instruct-7B Dream-7B-W8A8
     python -m scripts.eval quantize Dream-v0-Instruct-7B D2F-W8A8 --lora D2F_Dream_Instruct_7B_Lora --exclude down_proj
     python -m scripts.eval quantize Dream-v0-Instruct-7B Dream-7B-W8A8 --smooth prompts.jsonl
     python -m scripts.eval quantize Dream-v0-Instruct-7B Dream-7B-int4 --bits 4 --group-size 128
+    python -m scripts.eval quantize Dream-v0-Instruct-7B Dream-7B-FP8 --bits fp8
 
-Weights of linear layers become int8, with a float32 scale for each output; or with --bits 4 int4, with a bfloat16
-scale for each group of inputs. Embedding, norms and head stay as they are. With --lora, the adapter is merged first. A
-server that loads the new directory gives the same answers as one that quantises the float checkpoint at start
-(--quantization w8a8, w4a8 or w4a8_g128), and reads a half or a quarter of the bytes.
+Weights of linear layers become int8, or with --bits fp8 float8 e4m3, with a float32 scale for each output; or with
+--bits 4 int4, with a bfloat16 scale for each group of inputs. Embedding, norms and head stay as they are. With --lora,
+the adapter is merged first. A server that loads the new directory gives the same answers as one that quantises the
+float checkpoint at start (--quantization w8a8, fp8, w4a8 or w4a8_g128), and reads a half or a quarter of the bytes.
 
 --smooth first moves outliers from the activations into the weights, as SmoothQuant does: it runs the float model on the
 texts of a file, masks several shares of each text, and folds a factor for each channel into the norms and into up_proj.
@@ -62,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", type=model_directory, metavar="MODEL", help="the float checkpoint")
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to write, missing or empty")
-    parser.add_argument("--bits", type=int, choices=(8, 4), default=8, help="of a weight (default: 8)")
+    parser.add_argument("--bits", choices=("8", "4", "fp8"), default="8", help="of a weight (default: 8)")
     parser.add_argument(
         "--group-size",
         type=int,
@@ -98,9 +99,9 @@ def main(argv: list[str] | None = None) -> None:
     from lopa_ascend.checkpoint.write import open_to_quantize, write_quantized
 
     try:
-        if args.group_size is not None and args.bits == 8:
+        if args.group_size is not None and args.bits != "4":
             raise ValueError("--group-size: needs --bits 4")
-        group_size = 0 if args.bits == 8 else args.group_size or GROUP_SIZES[0]
+        forms = {"8": ("int8", 0), "4": ("int4", args.group_size or GROUP_SIZES[0]), "fp8": ("fp8", 0)}
         layers = EngineConfig(quantization="w8a8", quantization_exclude=tuple(args.exclude)).quantized_layers()
         family = find_model(config_json(args.model))
         if family is None:
@@ -109,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         activations = None
         if args.smooth is not None:
             activations = measured(args.model, args.lora, args.smooth, args.smooth_limit, layers)
-        options = {"lora": args.lora, "activations": activations, "group_size": group_size}
+        options = {"lora": args.lora, "activations": activations, "form": forms[args.bits]}
         out = write_quantized(args.model, args.out, family, linears=layers, **options)
     except (ValueError, OSError) as error:
         sys.exit(str(error))

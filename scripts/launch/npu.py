@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from lopa_ascend.backend.device import Ask, ask
 from lopa_ascend.backend.npu import environment as npu_environment
 from lopa_ascend.backend.npu import health
 from lopa_ascend.backend.npu import versions as npu_versions
@@ -88,7 +89,7 @@ def _chosen_dies(launch: Launch, visible: str | None) -> list[int]:
     return [int(die) for die in visible.split(",")] if re.fullmatch(r"\d+(,\d+)*", visible) else []
 
 
-def check_health(launch: Launch, visible: str | None, ask: health.Ask = health.ask) -> Iterator[Finding]:
+def check_health(launch: Launch, visible: str | None, ask: Ask = ask) -> Iterator[Finding]:
     """Checks that the dies of the ranks are not broken, as far as the driver knows.
 
     Args:

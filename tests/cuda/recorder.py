@@ -61,11 +61,14 @@ class Recorder:
 
         return replay, output
 
-    def wait(self) -> None:
+    def wait(self, while_waiting: Callable[[float], None] = lambda seconds: None) -> None:
         pass
 
     def reserved(self) -> int:
         return 0
+
+    def close(self) -> None:
+        pass
 
 
 class _HostReads(TorchFunctionMode):

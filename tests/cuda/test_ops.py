@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lopa_ascend.backend.cpu import definition
 from lopa_ascend.backend.cpu.ops import CpuOps
+from lopa_ascend.backend.cuda import kernels
+from lopa_ascend.backend.cuda import ops as ops_module
 from lopa_ascend.backend.cuda.ops import CudaOps
 from lopa_ascend.backend.interface import Entries
 from lopa_ascend.kv.pages import PAGE_SIZE
@@ -152,6 +154,35 @@ def test_kv_write(seed: int, tokens: int, kv_heads: int, dim: int, spread: bool)
     assert torch.equal(got, expected)
 
 
+@every_op
+@given(
+    seeds, rows, st.integers(1, 9), st.integers(1, 3), st.sampled_from([8, 48]), dtypes,
+    st.sampled_from(["shared", "by head", "normed"]), st.booleans(),
+)  # fmt: skip
+def test_rope_and_write_is_both(
+    seed: int, tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, kind: str, spread: bool
+) -> None:
+    """Bit by bit what the ops do one by one."""
+    generator = torch.Generator().manual_seed(seed)
+    qkv = randn(tokens, heads + 2 * kv_heads, dim, seed=seed).to(dtype)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+    angles = randn(tokens, heads + 2 * kv_heads if kind == "by head" else 1, dim // 2, seed=seed + 1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    q_weight, k_weight = randn(2, dim, seed=seed + 2).to(dtype)
+    count = 2 * tokens if spread else tokens
+    slots = torch.randperm(3 * PAGE_SIZE, generator=generator)[:count].int()
+    source = torch.randint(tokens, (count,), generator=generator) if spread else None
+    got, expected = torch.zeros(2, 2, 3, PAGE_SIZE, kv_heads, dim, dtype=dtype)
+    if kind == "normed":
+        queries, keys = OPS.norm_rope(q, k, q_weight, k_weight, 1e-6, cos, sin)
+    else:
+        queries, keys, _ = OPS.rope(qkv, cos, sin).split([heads, kv_heads, kv_heads], 1)
+    OPS.kv_write(keys, v, expected[0], expected[1], slots, source)
+    norms = (q_weight, k_weight) if kind == "normed" else None
+    assert torch.equal(OPS.rope_and_write(qkv, norms, 1e-6, (cos, sin), (got[0], got[1]), slots, source), queries)
+    assert torch.equal(got, expected)
+
+
 @st.composite
 def step_shapes(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], tuple[int, ...]]:
     """``shapes`` and ``prefixes`` of ``paged_step``."""
@@ -202,6 +233,22 @@ def test_an_entry_does_not_depend_on_the_others() -> None:
         shape = entries.lengths[one], entries.kv_lengths[one], entries.page_tables[one]
         alone = Entries(*shape, (0,), (0,), causal=entries.causal[one])
         assert torch.equal(OPS.attention(rows, k_cache, v_cache, alone), out)
+
+
+@pytest.mark.parametrize("dtype", list(ATTENTION_BOUND))
+def test_the_bits_of_a_query_do_not_depend_on_who_merges_its_parts(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone in a step, programs share the parts of its keys; among many entries none is shared."""
+    entries, k_cache, v_cache = paged_step([(0, 7, 1040), (0, 9, 200), (1, 3, 7)], (1030, 0), 2, 16, dtype)
+    entries = replace(entries, causal=(False, True, True))
+    q = randn(19, 6, 16).to(dtype)
+    shared = OPS.attention(q, k_cache, v_cache, entries)
+    expected = definition.attention(q, k_cache, v_cache, entries)
+    assert (shared.float() - expected.float()).abs().max() <= ATTENTION_BOUND[dtype] * v_cache.nan_to_num().abs().max()
+    monkeypatch.setattr(ops_module, "FEW_PROGRAMS", 0)
+    monkeypatch.delattr(kernels, "merge_rows")
+    assert torch.equal(OPS.attention(q, k_cache, v_cache, entries), shared)
 
 
 @pytest.mark.parametrize("dtype", list(ATTENTION_BOUND))

@@ -242,6 +242,97 @@ for _ in range(2):
 llm.close()
 print(json.dumps([errors, children()]))
 """
+# A compiler whose graphs are steps op by op, for all ranks.
+GRAPHS = """
+from lopa_ascend.backend.compiler import Eager
+from lopa_ascend.graph import setup
+events = []
+
+class Graphs(Eager):
+    mode, live = "inductor", 0
+    def _compile(self, *args):
+        self.live += 1
+        return super()._compile(*args)
+    def close(self):
+        events.append("no graphs")
+        self.live = 0
+
+graphs = Graphs()
+setup.load_compiler = lambda *_, **__: graphs
+"""
+# Rank 0 as on a GPU: torch's groups end only once no graph is left, and what is on its way to the host never comes.
+AS_ON_A_GPU = """
+import torch.distributed as dist
+from lopa_ascend.backend.cpu.ops import CpuOps
+from lopa_ascend.backend.cuda.graphs import wait_for
+from lopa_ascend.parallel import mesh
+destroy = dist.destroy_process_group
+
+def destroy_without_graphs():
+    while graphs.live:
+        time.sleep(0.01)
+    events.append("no groups")
+    destroy()
+
+class Never:
+    blow, struck = None, None
+    def query(self):
+        if Never.struck is None:
+            Never.struck = time.monotonic()
+            os.kill(*followers(), Never.blow)
+        return False
+
+def read_never(ops, x, while_waiting):
+    return lambda: wait_for(Never(), while_waiting)
+
+dist.destroy_process_group = destroy_without_graphs
+graph_options = {"graph_mode": "inductor", "max_num_seqs": 1, "graph_window_blocks": 2}
+
+def make():
+    made = LLM(tensor_parallel_size=2, distributed_timeout_seconds=4, kv_cache_memory=KV_MEMORY, **graph_options)
+    assert graphs.live
+    return made
+"""
+CLOSED_WITH_GRAPHS = """
+def leave_with(blow):
+    try:
+        with make() as llm:
+            generate(llm, 8)
+            raise blow
+    except Exception as error:
+        return type(error).__name__
+
+print(json.dumps([leave_with(KeyError()), events, children()]))
+"""
+REFUSED_WITH_GRAPHS = """
+from lopa_ascend.engine.engine import Engine
+def refuse(engine):
+    raise KeyError("it cannot start")
+
+Engine._choose_seed = refuse
+try:
+    make()
+except KeyError as error:
+    print(json.dumps([type(error).__name__, events, followers()]))
+"""
+CLOSED_ALTHOUGH_GROUPS_DO_NOT_END = """
+graphs.close = lambda: None
+llm = make()
+mesh.ENDING_TIMEOUT, begin = 1.0, time.monotonic()
+llm.close()
+print(json.dumps([events, time.monotonic() - begin < 5, children()]))
+"""
+WAITS_FOR_A_DEVICE = """
+failed, llm = "", make()
+CpuOps.read_later = read_never
+Never.blow = signal.{0}
+try:
+    with llm:
+        generate(llm, 8)
+except RankError as error:
+    failed = str(error)
+print(json.dumps([failed, time.monotonic() - Never.struck, events, children()]))
+"""
 STOPPED_AT_ONCE = """
 from subprocess import Popen
 start = Popen.__init__
@@ -320,6 +411,48 @@ def test_engines_one_after_another(tmp_path: Path) -> None:
     assert stopped[2] < 8
     assert [engine[3] for engine in (closed, killed, stopped)] == [[], [], []]
     assert closed[0] == killed[0] == stopped[0]
+
+
+def run_as_on_gpus(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> forks.Ended:
+    """Runs a script after ``AS_ON_A_GPU``, whose other ranks have ``GRAPHS`` too."""
+    (folder / "sitecustomize.py").write_text(GRAPHS)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{ranks.ROOT}")
+    return run_script(GRAPHS + AS_ON_A_GPU + code, folder)
+
+
+@pytest.mark.parametrize("code", [CLOSED_WITH_GRAPHS, REFUSED_WITH_GRAPHS])
+def test_graphs_end_before_the_groups_of_ranks(code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NCCL would wait for them for ever. Here an exception is under way: in a ``with`` block, or at the start."""
+    ended = run_as_on_gpus(code, tmp_path, monkeypatch)
+    assert json.loads(ended.output) == ["KeyError", ["no graphs", "no groups"], []], ended.error
+
+
+def test_an_engine_closes_although_the_groups_of_ranks_do_not_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ended = run_as_on_gpus(CLOSED_ALTHOUGH_GROUPS_DO_NOT_END, tmp_path, monkeypatch)
+    assert json.loads(ended.output) == [[], True, []]
+    assert "the groups of ranks have not ended in 1 s" in ended.error
+
+
+@pytest.mark.parametrize(
+    ("blow", "why", "most"),
+    slow_but(
+        [("SIGKILL", "rank 1 has ended", 6), ("SIGSTOP", "rank 1 has not answered for 4 s", 12)],
+        [("SIGKILL", "rank 1 has ended", 6)],
+    ),
+)
+def test_a_rank_that_waits_for_its_device_hears_of_the_end_of_another(
+    blow: str, why: str, most: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ended = run_as_on_gpus(WAITS_FOR_A_DEVICE.format(blow), tmp_path, monkeypatch)
+    error, seconds, events, left = json.loads(ended.output)
+    assert error in (
+        f"a step failed: {why}",
+        "a step failed: the device has not finished it in 4 s; a rank does not answer",
+    )
+    assert seconds < most
+    assert (events, left) == (["no graphs", "no groups"], [])
 
 
 WHILE_IT_STARTED = "rank 1 was stopped, by SIGSTOP or a debugger, for 2 s while it started"

@@ -1,4 +1,4 @@
-"""W8A8 on several ranks: branch parallelism changes no token, and neither does tensor parallelism of whole rows."""
+"""W8A8 and fp8 on several ranks: branch parallelism changes no token, nor does tensor parallelism of whole rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARAMS: dict[str, Any] = {
     "tau_conf": 0.5,
     "ignore_eos": True,
 }
-WHOLE_ROWS = {"quantization": "w8a8", "quantization_exclude": ["o_proj", "down_proj"]}
+WHOLE_ROWS = {"quantization_exclude": ["o_proj", "down_proj"]}
 """Layers that are split by outputs alone: every rank has the whole row that a scale belongs to."""
 
 
@@ -39,13 +39,18 @@ def on_ranks(path: Path, tp: int, bp: int, folder: Path, **options: Any) -> list
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("tp", "bp"), slow_but([(2, 1), (2, 2)], [(2, 2)]))
-def test_layers_that_have_whole_rows_give_the_same_tokens(path: Path, tp: int, bp: int, tmp_path: Path) -> None:
-    llm, params = LLM(path, **WHOLE_ROWS), DecodingParams(**PARAMS)
+@pytest.mark.parametrize(
+    ("quantization", "tp", "bp"), slow_but([("w8a8", 2, 1), ("w8a8", 2, 2), ("fp8", 2, 1)], [("w8a8", 2, 2)])
+)
+def test_layers_that_have_whole_rows_give_the_same_tokens(
+    path: Path, quantization: str, tp: int, bp: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"quantization": quantization, **WHOLE_ROWS}
+    llm, params = LLM(path, **options), DecodingParams(**PARAMS)
     expected = [
         shown(output) for prompt in PROMPTS for output in llm.generate([prompt], params, trace=True, quiet=True)
     ]
-    outputs = on_ranks(path, tp, bp, tmp_path, **WHOLE_ROWS)
+    outputs = on_ranks(path, tp, bp, tmp_path, **options)
     for output, alone in zip(outputs, expected, strict=True):
         assert output["tokens"] == list(alone["tokens"])
         assert output["forwards"] == alone["forwards"]

@@ -348,7 +348,7 @@ def test_int4_at_start_is_int4_on_disk(tmp_path: Path, name: str) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_attention_heads": 2}
     path, tokens = write_random(tmp_path / "float", name, 1, 0.1, **sizes, num_key_value_heads=2), list(range(40))
     family = FAMILIES[name]
-    written = write_quantized(path, tmp_path / "int4", family, linears=INT8_LAYERS, group_size=32)
+    written = write_quantized(path, tmp_path / "int4", family, linears=INT8_LAYERS, form=("int4", 32))
     found, floats = (checkpoint.open_checkpoint(each, family) for each in (written, path))
     config, weights = checkpoint.load(found)
     at_start = checkpoint.load(floats, layers=floats.expected.quantized(INT8_LAYERS, 32))[1]

@@ -20,7 +20,7 @@ from lopa_ascend.checkpoint import CheckpointError, Shard
 from lopa_ascend.checkpoint.streams import quantize_int4
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.engine.models import open_model
-from scripts.eval.paper_run import number_format
+from scripts.eval.described import number_format
 from tests.dream_checkpoint import load, open_checkpoint, write_int8
 from tests.tiny import write_dream
 from tests.torch.paging import randn
@@ -159,7 +159,7 @@ def test_earlier_files_say_the_same(float_path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("group_size", [32, 64])
 def test_what_is_written_is_what_quantising_at_load_gives(float_path: Path, tmp_path: Path, group_size: int) -> None:
     some = ALL - {"o_proj"}
-    out = write_int8(float_path, tmp_path / "out", int8=some, group_size=group_size, max_file_bytes=20_000)
+    out = write_int8(float_path, tmp_path / "out", int8=some, form=("int4", group_size), max_file_bytes=20_000)
     whole = load(out)[1]
     for rank in range(2):
         at_load = load(float_path, int8=some, group_size=group_size, shard=Shard(rank, 2))[1]
@@ -175,7 +175,7 @@ def test_what_is_written_is_what_quantising_at_load_gives(float_path: Path, tmp_
 
 def test_an_adapter_is_merged_before(float_path: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", 128, 64, 128)
-    out = write_int8(float_path, tmp_path / "out", int8=ALL, group_size=32, lora=adapter)
+    out = write_int8(float_path, tmp_path / "out", int8=ALL, form=("int4", 32), lora=adapter)
     assert not same(load(out)[1], load(float_path, int8=ALL, group_size=32)[1])
     for rank in range(2):
         shard = Shard(rank, 2)
@@ -250,7 +250,7 @@ def test_experts_are_refused() -> None:
 
 def test_an_engine_runs_on_int4(float_path: Path, tmp_path: Path) -> None:
     """At start or from a directory: the same tokens, and less memory than with int8."""
-    out = write_int8(float_path, tmp_path / "out", int8=ALL, group_size=32)
+    out = write_int8(float_path, tmp_path / "out", int8=ALL, form=("int4", 32))
     engines = [LLM(out), LLM(float_path, quantization="w4a8"), LLM(float_path, quantization="w8a8")]
     params = DecodingParams(max_new_tokens=12, ignore_eos=True)
     tokens = [llm.generate([[5, 6, 7]], params, quiet=True)[0].token_ids for llm in engines]

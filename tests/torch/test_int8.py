@@ -189,8 +189,8 @@ PARAMS = DecodingParams(num_branches=2, max_new_tokens=40, block_size=8, tau_con
 class PlainProducts(CpuOps):
     """The CPU's ops, but what is new for W8A8 by its definitions."""
 
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return definition.quantize(x)
+    def quantize(self, x: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+        return definition.quantize(x, codes)
 
     def quant_linear(self, *arguments: Any) -> Tensor:
         return definition.quant_linear(*arguments)

@@ -304,6 +304,8 @@ def test_graph_support() -> None:
         ("graph_mode", "inductor2"),
         ("graph_mode", "ge"),
         ("kv_cache_memory", 0),
+        ("gpu_memory_utilization", 0),
+        ("gpu_memory_utilization", 90),
         ("threads", 0),
         ("max_model_len", True),
         ("distributed_timeout_seconds", 1),
@@ -313,6 +315,11 @@ def test_wrong_engine_values_are_refused_by_name(field: str, value: object) -> N
     with pytest.raises(ParameterError, match=field) as error:
         EngineConfig(**{"graph_mode": "inductor", field: value})  # type: ignore[arg-type]
     assert error.value.param == field
+
+
+def test_a_share_of_a_gpu_and_a_size_of_the_pool_do_not_go_together() -> None:
+    with pytest.raises(ParameterError, match="gpu_memory_utilization: does not go with kv_cache_memory"):
+        EngineConfig(device="cuda", gpu_memory_utilization=0.9, kv_cache_memory=2**30)
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 2**10, 3 * 2**29, 8 * 2**20, 2**41 + 1])

@@ -23,7 +23,7 @@ from scripts.launch.npu import CONTROL_DEVICES, DIES
 from tests.launch_scripts import ROOT, Scripts
 
 FOLDER = ROOT / "scripts/deploy"
-DOCKERFILES = ("cpu", "ascend")
+DOCKERFILES = ("cpu", "cuda", "ascend")
 MANIFESTS = ("leaderworkerset", "rayservice")
 SCHEMAS = ROOT / "tests/data"
 """Has the schemas of the custom resources, as published but for descriptions. Pod templates are checked as pods."""
@@ -109,8 +109,10 @@ def test_the_command_of_an_image_is_one_that_the_server_takes(name: str, scripts
 
 
 def test_the_images_have_versions_that_go_together():
-    wanted = re.findall(r'^TORCH="torch==(.+)"$', (ROOT / "scripts/env.sh").read_text("utf-8"), re.MULTILINE)
-    assert [build_arguments("cpu")["TORCH"]] == wanted
+    wanted = re.findall(
+        r'^TORCH="\$\{TORCH:-torch==(.+)\}"$', (ROOT / "scripts/env.sh").read_text("utf-8"), re.MULTILINE
+    )
+    assert [build_arguments("cpu")["TORCH"]] == [build_arguments("cuda")["TORCH"]] == wanted
     given = build_arguments("ascend")
     for mode in GRAPH_MODES_BY_DEVICE["npu"]:
         check_versions(given["TORCH"], given["TORCH_NPU"], mode)
@@ -119,6 +121,7 @@ def test_the_images_have_versions_that_go_together():
     versions = {
         given["RAY"],
         build_arguments("cpu")["RAY"],
+        build_arguments("cuda")["RAY"],
         read("rayservice")[-1]["spec"]["rayClusterConfig"]["rayVersion"],
     }
     assert len(versions) == 1
@@ -203,6 +206,18 @@ def test_the_compose_file_starts_servers(scripts: Scripts):
     assert set(services) == set(DOCKERFILES)
     engine = server_of(services["ascend"]["command"], scripts).engine
     assert engine.tensor_parallel_size * engine.branch_parallel_size == DIES
+
+
+def test_every_way_to_start_a_container_gives_it_the_gpus(scripts: Scripts):
+    """Those of docs/cuda.md and of the compose file; NCCL's ranks on a machine share its memory."""
+    service = read("compose")[0]["services"]["cuda"]
+    (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert (devices["capabilities"], devices["count"], service["ipc"]) == (["gpu"], "all", "host")
+    assert server_of(service["command"], scripts).engine.device == "cuda"
+    (line,) = re.findall(r"^docker run .*$", (ROOT / "docs/cuda.md").read_text("utf-8"), re.MULTILINE)
+    words = line.split()
+    assert {"--gpus", "all", "--ipc=host"} < set(words)
+    assert server_of(words[words.index(service["image"]) + 1 :], scripts).engine.device == "cuda"
 
 
 def test_every_way_to_start_a_container_gives_it_the_dies_and_the_files_of_the_driver(scripts: Scripts):

@@ -13,7 +13,7 @@ venv)
     rm -rf "$4" && mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && echo "$4" >"$4/bin/activate" && echo venv >>"$LOG"
     ;;
 pip)
-    sleep 0.3 && [ -e "$VIRTUAL_ENV/bin/activate" ] && echo pip >>"$LOG"
+    sleep 0.3 && [ -e "$VIRTUAL_ENV/bin/activate" ] && echo pip >>"$LOG" && echo "$6" >>"$LOG.packages"
     ;;
 esac
 """
@@ -30,9 +30,10 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def set_up(checkout: Path) -> subprocess.Popen[str]:
+def set_up(checkout: Path, **variables: str) -> subprocess.Popen[str]:
     script = f'set -eu; source "{checkout}/scripts/env.sh"; use_env "{checkout}"; command -v python'
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(checkout / "python"), "LOG": str(checkout / "log")}
+    environment |= variables
     return subprocess.Popen(
         ["bash", "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -57,3 +58,10 @@ def test_an_installation_that_did_not_finish_starts_afresh(checkout: Path):
     again = set_up(checkout)
     assert "did not finish; starting afresh" in again.communicate(timeout=30)[1]
     assert (checkout / "log").read_text().split() == ["venv", "pip", "pip"] * 2
+
+
+def test_another_torch_is_installed_where_one_is_named(checkout: Path):
+    for wanted in ({}, {"TORCH": "torch==2.9.1+cu126"}):
+        assert set_up(checkout, **wanted).wait(30) == 0
+    packages = (checkout / "log.packages").read_text().split()
+    assert packages[::2] == ["torch==2.13.0", "torch==2.9.1+cu126"]

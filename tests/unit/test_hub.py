@@ -192,6 +192,22 @@ def test_int4_is_known_before_weights_come(use, large: HeldRepository, monkeypat
         assert hub.downloaded() == ["config.json", "model.safetensors.index.json"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "form", "has_npu"),
+    [({}, "bfloat16 and fp8", False), ({"weight_block_size": [128, 128]}, "bfloat16", True)],
+)
+def test_fp8_is_known_before_weights_come(use, large: HeldRepository, monkeypatch, fields, form, has_npu) -> None:
+    """With scales of blocks the weights become floats."""
+    monkeypatch.setattr(fit, "_free_memory", lambda engine: GIB)
+    file = large.folder / "config.json"
+    values = {"quant_method": "fp8", "activation_scheme": "dynamic", **fields}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": values}))
+    with running_hub(model=large) as hub:
+        use(hub)
+        assert f"GiB ({form}), KV pages" in refusal()
+        assert ("device npu has no kernels; choose device cpu or cuda" in refusal(device="npu")) is not has_npu
+
+
 def test_the_free_memory_is_that_of_the_machine(use, large: HeldRepository, monkeypatch) -> None:
     monkeypatch.setattr(Cpu, "free_memory", lambda self, ranks: 7 * GIB // ranks)
     with running_hub(model=large) as hub:

@@ -348,7 +348,6 @@ HUGE: dict[str, tuple[dict[str, Any], str]] = {
     "prompts": ({"prompt": [[]] * 250_000}, "at most 1024 prompts"),
     "names": ({f"x{number}": 0 for number in range(80_000)}, "unknown field"),
     "nested lists": ({"metadata": {"a": [[]] * 250_000}, "n": "x"}, "must be a valid integer"),
-    "removed": ({"stream_block_size": [[1] * 100] * 1000}, "removed: set block_size"),
 }
 
 
@@ -385,13 +384,6 @@ def test_a_name_that_is_there_twice_is_refused():
 def test_brackets_in_texts_are_no_parts():
     text = '[{:"\\' * 50_000
     assert parse_completion(json.dumps({"prompt": text}).encode()).prompt == [text]
-
-
-def test_what_was_removed_says_what_to_use_instead():
-    for name, instead in (("max_stop_strings", "may have 64"), ("stream_block_size", "set block_size")):
-        with pytest.raises(ApiError, match=f"unknown field '{name}'; removed: .*{instead}") as refused:
-            parsed(**{name: 5})
-        assert (refused.value.param, refused.value.code) == (name, "unknown_parameter")
 
 
 def test_prompts_of_different_lengths_get_the_room_that_each_leaves():

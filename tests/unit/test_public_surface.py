@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ci import decoding_table, public_surface
+from ci import card_table, decoding_table, public_surface
 from ci.decoding_table import with_table
 
 
@@ -27,6 +27,10 @@ def test_the_tables_of_decoding_parameters_are_those_of_the_declarations():
         assert decoding_table.table(research=research) in page, "python -m ci.decoding_table --write"
     assert decoding_table.rules_table() in page
     assert decoding_table.with_tables(page) == page
+
+
+def test_the_page_on_gpus_has_the_sizes_of_today() -> None:
+    assert card_table.table() in card_table.PAGE.read_text("utf-8"), "python -m ci.card_table --write"
 
 
 def test_a_table_takes_the_place_of_the_one_before_it():

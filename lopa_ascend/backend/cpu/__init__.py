@@ -19,7 +19,7 @@ class Cpu(Device):
     """A CPU, with the memory that all ranks on it share."""
 
     name, resource, collectives, on_host = "cpu", "CPU", "gloo", True
-    free_tokens, has_int4 = 32, True
+    free_tokens, codes = 32, ("int8", "int4", "fp8")
 
     def rank_needs(self, config: EngineConfig) -> int:
         """As many cores as a rank has threads."""
@@ -42,9 +42,9 @@ class Cpu(Device):
 
     @property
     def profiler(self) -> Profiler:
-        from lopa_ascend.backend.cpu import profiler
+        from lopa_ascend.backend.cpu.profiler import TorchProfiler
 
-        return profiler
+        return TorchProfiler()
 
 
 def _check_inductor() -> None:

@@ -34,7 +34,7 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> 
         key, value = (x.repeat_interleave(group, dim=1) for x in visible)  # [keys, H, D]
         scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(dim)
         if is_causal:
-            behind = torch.ones(scores.shape[1:], dtype=torch.bool).triu(kv_length - len(query) + 1)
+            behind = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(kv_length - len(query) + 1)
             scores = scores.masked_fill(behind, -math.inf)
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
     return torch.cat(outputs).flatten(1).to(q.dtype)
@@ -58,20 +58,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, in] as int8 and a scale for each row, float32 [T]: the largest magnitude of the row / 127."""
-    wide = x.float()
-    scale = wide.abs().amax(-1) / 127
+def quantize(x: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """x [T, in] as int8 or FP8 and a scale for each row, float32 [T]: its largest magnitude divided by 127 or 448."""
+    wide, largest = x.float(), 127.0 if codes == torch.int8 else 448.0
+    scale = wide.abs().amax(-1) / largest
     divisor = scale.masked_fill(scale == 0, 1)[:, None]
-    return (wide / divisor).round().clamp(-127, 127).to(torch.int8), scale
+    quotient = (wide / divisor).clamp(-largest, largest)
+    return (quotient.round() if codes == torch.int8 else quotient).to(codes), scale
 
 
 def quant_linear(
     codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """codes [T, in] times the transpose of weight [out, in], both int8, summed in int32; times both scales, plus bias
-    [out] -> [T, out]."""
-    product = (codes.int() @ weight.int().T).float() * weight_scale * scale[:, None]
+    """codes [T, in] times the transpose of weight [out, in], both int8 or both FP8; times both scales, plus bias [out]
+    -> [T, out]. Float64 holds every sum of up to 2^17 products exactly: those of FP8 are multiples of 2^-18 up to 448 *
+    448."""
+    product = (codes.double() @ weight.double().T).float() * weight_scale * scale[:, None]
     return (product if bias is None else product + bias.float()).to(dtype)
 
 
@@ -137,15 +139,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def rms_norm_quant(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm as int8 [T, hidden] and a scale for each row, float32 [T]. The norm is not rounded before."""
-    return quantize(_normed(x, weight, eps))
+def rms_norm_quant(x: Tensor, weight: Tensor, eps: float, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """The norm as codes [T, hidden] and a scale for each row, float32 [T]. The norm is not rounded before."""
+    return quantize(_normed(x, weight, eps), codes)
 
 
-def add_rms_norm_quant(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(int8, scale) of ``rms_norm_quant(x + residual)``, and x + residual."""
+def add_rms_norm_quant(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, codes: torch.dtype = torch.int8
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scale) of ``rms_norm_quant(x + residual)``, and x + residual."""
     total = x + residual
-    return *rms_norm_quant(total, weight, eps), total
+    return *rms_norm_quant(total, weight, eps, codes), total
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -170,16 +174,16 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return (gate / (1 + (-gate).exp()) * up).to(gate_up.dtype)
 
 
-def swiglu_quant(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """``swiglu`` of [T, 2 * I] as int8 [T, I] and a scale for each row, float32 [T]."""
-    return quantize(swiglu(gate_up))
+def swiglu_quant(gate_up: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """``swiglu`` of [T, 2 * I] as codes [T, I] and a scale for each row, float32 [T]."""
+    return quantize(swiglu(gate_up), codes)
 
 
 def quant_swiglu(
     codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """``swiglu_quant`` of ``quant_linear`` without a bias."""
-    return swiglu_quant(quant_linear(codes, scale, weight, weight_scale, None, dtype))
+    return swiglu_quant(quant_linear(codes, scale, weight, weight_scale, None, dtype), codes.dtype)
 
 
 def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:

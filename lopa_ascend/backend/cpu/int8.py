@@ -1,7 +1,7 @@
-"""Products of int8 activations with int8 and int4 weights, in exact integers.
+"""Products of quantised activations with int8, int4 and fp8 weights, in exact sums.
 
-Integer sums do not depend on their order, so every way to compute them gives the same bits, and no row depends on the
-rows around it. Which way is fast depends on the processor:
+Exact sums do not depend on their order, so every way to compute them gives the same bits, and no row depends on the
+rows around it. Sums of fp8 are exact in float64, which takes long. Of int8 it depends on the processor what is fast:
 
 - With int8 instructions (VNNI, AMX on x86) the weight is packed, in the order in which oneDNN's kernels read it.
 - Without them float32 is fast: up to ``EXACT_TERMS`` products of int8 numbers add up to less than 2^24, so float32
@@ -15,18 +15,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lopa_ascend.backend.cpu.processor import has_int8_instructions
-from lopa_ascend.backend.interface import Int4Weight
+from lopa_ascend.backend.interface import FP8, Int4Weight
 
 EXACT_TERMS = 1024
 """Products whose sum float32 holds exactly in any order: 1024 * 127 * 128 < 2^24, and no activation is -128."""
+FP8_TERMS = 1 << 17
+"""Products of fp8 numbers whose sum float64 holds exactly in any order."""
 PIECE_ROWS = 1024
-"""Rows of a weight that are converted to float32 at a time, so that they stay in the cache."""
+"""Rows of a weight that are converted to floats at a time, so that they stay in the cache."""
 INT4_PIECE_ROWS = 128
 """The same of an int4 weight, whose products have a group more than those of an int8 one."""
 SIGN_BIT = -128
 """The bit that int8 and uint8 read differently: flipping it adds 128 to a number of int8, as uint8."""
 TRIAL_ROWS = 64
 """Rows of activations in a trial."""
+
+
+def multiply_codes(codes: Tensor, weight: Tensor) -> Tensor:
+    """``multiply_int8`` or ``multiply_fp8``."""
+    return multiply_fp8(codes, weight) if weight.dtype == FP8 else multiply_int8(codes, weight)
+
+
+def multiply_fp8(codes: Tensor, weight: Tensor) -> Tensor:
+    """fp8 codes [T, in] times the transpose of an fp8 weight [out, in] -> float32 [T, out]: the exact sums, each
+    rounded once. See ``definition.quant_linear``."""
+    assert weight.shape[1] <= FP8_TERMS
+    wide, out = codes.double(), codes.new_empty(len(codes), len(weight), dtype=torch.float32)
+    for first in range(0, len(weight), PIECE_ROWS):
+        rows = slice(first, first + PIECE_ROWS)
+        out[:, rows] = F.linear(wide, weight[rows].double())
+    return out
 
 
 def multiply_int8(codes: Tensor, weight: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from lopa_ascend.backend.cpu import attention_op
 from lopa_ascend.backend.cpu.activation import silu
 from lopa_ascend.backend.cpu.attention import plan_attention, planned_attention
 from lopa_ascend.backend.cpu.experts import by_expert, call_moe, combined, route
-from lopa_ascend.backend.cpu.int8 import multiply_int4, multiply_int8, pack_int8, packs_exactly
+from lopa_ascend.backend.cpu.int8 import multiply_codes, multiply_int4, pack_int8, packs_exactly
 from lopa_ascend.backend.cpu.processor import emulated_dtypes, packed_dtypes
 from lopa_ascend.backend.cpu.products import Multiply, Products, divides_into_blocks, in_blocks, pack
-from lopa_ascend.backend.interface import Entries, Experts, Int4Weight, ShardStatsKernel
+from lopa_ascend.backend.interface import FP8, Entries, Experts, Int4Weight, ShardStatsKernel
 
 
 def keep_freed_memory() -> None:
@@ -38,12 +38,13 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, 2**31 - 1)
 
 
-def quantize_float32_(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_float32_(x: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     """``quantize`` for x in float32, which is overwritten."""
-    scale = x.abs().amax(-1) / 127
-    quotient = x.div_(scale.masked_fill(scale == 0, 1)[..., None])
-    # With a scale too small for full precision, a quotient may lie beyond 127.
-    return quotient.round_().clamp_(-127, 127).to(torch.int8), scale
+    largest = 127.0 if codes == torch.int8 else 448.0
+    scale = x.abs().amax(-1) / largest
+    # With a scale too small for full precision, a quotient may lie beyond the largest.
+    quotient = x.div_(scale.masked_fill(scale == 0, 1)[..., None]).clamp_(-largest, largest)
+    return (quotient.round_() if codes == torch.int8 else quotient).to(codes), scale
 
 
 class CpuOps:
@@ -56,6 +57,7 @@ class CpuOps:
     """
 
     row_stats = None
+    rope_and_write = None
 
     def __init__(self, *, packs_weights: bool = False, multiply_blocks: Multiply | None = None) -> None:
         keep_freed_memory()
@@ -93,19 +95,22 @@ class CpuOps:
 
     def settle(self, weights: Iterable[Tensor]) -> str:
         matrices = list(weights)
-        found = self._products.settle(w for w in matrices if w.is_floating_point() and w.dim() == 2)
-        ways = {self._integer_way(weight) for weight in matrices if not weight.is_floating_point()}
+        found = self._products.settle(w for w in matrices if w.dtype.itemsize > 1 and w.dim() == 2)
+        ways = {self._exact_way(weight) for weight in matrices if weight.dtype.itemsize == 1}
         if ways:
-            found += f"; integer weights are multiplied exactly, by {' and '.join(sorted(ways))} products"
+            kind = "fp8" if any(weight.dtype == FP8 for weight in matrices) else "integer"
+            found += f"; {kind} weights are multiplied exactly, by {' and '.join(sorted(ways))} products"
         return found
 
-    def _integer_way(self, weight: Tensor) -> str:
-        """How an int8 or int4 weight is multiplied, in a word."""
+    def _exact_way(self, weight: Tensor) -> str:
+        """How a quantised weight is multiplied, in a word."""
+        if weight.dtype == FP8:
+            return "float64"
         return "packed int8" if weight.is_mkldnn else "float32"
 
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(self, x: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
         # a copy also where x is float32, since the next function overwrites its argument
-        return quantize_float32_(x.to(torch.float32, copy=True))
+        return quantize_float32_(x.to(torch.float32, copy=True), codes)
 
     def quant_linear(
         self,
@@ -117,7 +122,7 @@ class CpuOps:
         dtype: torch.dtype,
     ) -> Tensor:
         # Each operation rounds once, as in `rope`.
-        out = multiply_int8(codes, weight).mul_(weight_scale).mul_(scale[:, None])
+        out = multiply_codes(codes, weight).mul_(weight_scale).mul_(scale[:, None])
         return (out if bias is None else out.add_(bias.float())).to(dtype)
 
     def stored_int4(self, weight: Int4Weight) -> Int4Weight:
@@ -163,14 +168,16 @@ class CpuOps:
         total = residual.add_(x)
         return self.rms_norm(total, weight, eps), total
 
-    def rms_norm_quant(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return quantize_float32_(self.rms_norm(x.float(), weight.float(), eps))
+    def rms_norm_quant(
+        self, x: Tensor, weight: Tensor, eps: float, codes: torch.dtype = torch.int8
+    ) -> tuple[Tensor, Tensor]:
+        return quantize_float32_(self.rms_norm(x.float(), weight.float(), eps), codes)
 
     def add_rms_norm_quant(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, codes: torch.dtype = torch.int8
     ) -> tuple[Tensor, Tensor, Tensor]:
         total = residual.add_(x)
-        return *self.rms_norm_quant(total, weight, eps), total
+        return *self.rms_norm_quant(total, weight, eps, codes), total
 
     def rope_tables(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Both [positions, 1, D / 2]: one factor for each pair of a head's elements."""
@@ -197,13 +204,13 @@ class CpuOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return silu(gate).mul_(up)
 
-    def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        return self.quantize(self.swiglu(gate_up))
+    def swiglu_quant(self, gate_up: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+        return self.quantize(self.swiglu(gate_up), codes)
 
     def quant_swiglu(
         self, codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        return self.swiglu_quant(self.quant_linear(codes, scale, weight, weight_scale, None, dtype))
+        return self.swiglu_quant(self.quant_linear(codes, scale, weight, weight_scale, None, dtype), codes.dtype)
 
     def kv_write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
@@ -222,7 +229,7 @@ class CpuOps:
     def host_memory(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32)
 
-    def read_later(self, x: Tensor) -> Callable[[], Tensor]:
+    def read_later(self, x: Tensor, while_waiting: Callable[[float], None]) -> Callable[[], Tensor]:
         copy = x.clone()
         return lambda: copy
 

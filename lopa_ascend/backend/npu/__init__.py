@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lopa_ascend.backend.device import Device, Gauge
 from lopa_ascend.backend.npu.environment import check_environment
 from lopa_ascend.backend.npu.health import gauges, read_dies
-from lopa_ascend.backend.npu.versions import CAPTURING_MODES, check_installed
+from lopa_ascend.backend.npu.versions import CAPTURING_MODES, cann_version, check_installed, driver_version
 from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
 
 if TYPE_CHECKING:
@@ -62,6 +62,11 @@ class Npu(Device):
         free: int = npu.mem_get_info()[0]
         return free
 
+    def held_memory(self) -> tuple[int, int]:
+        from torch_npu import npu
+
+        return npu.memory_reserved(), npu.mem_get_info()[1]
+
     def _load_ops(self, config: EngineConfig) -> Ops:
         check_installed(config.graph_mode)
         check_environment(os.environ, config.graph_mode)
@@ -70,7 +75,7 @@ class Npu(Device):
 
         return NpuOps(attention_layout=config.attention_layout)
 
-    def check_model(self, config: EngineConfig, model: ModelConfig, path: Path, *, has_int8: bool) -> Sequence[str]:
+    def check_model(self, config: EngineConfig, model: ModelConfig, path: Path, *, codes: str | None) -> Sequence[str]:
         if model.experts is not None and (size := model.experts.num_experts // model.experts.num_groups) <= MIN_GROUP:
             found = f"{path}: groups of {size} experts (num_experts / n_group)"
             raise ParameterError("model", f"{found} are too small for device npu, which takes more than {MIN_GROUP}")
@@ -78,12 +83,12 @@ class Npu(Device):
             message = f"on device npu needs dtype bfloat16, got {model.dtype}"
             if config.quantization is not None:
                 raise ParameterError("quantization", f"'w8a8' {message}")
-            if has_int8:
+            if codes is not None:
                 raise ParameterError("model", f"int8 weights {message}")
         return tuple(_doubts(config.attention_layout, model))
 
     def checked_ops(
-        self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool, has_int8: bool
+        self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool, codes: str | None
     ) -> tuple[Ops, str]:
         import torch
 
@@ -116,7 +121,7 @@ class Npu(Device):
             eps=model.rms_norm_eps,
             dtype=dtype,
             experts=experts and replace(experts, inner=experts.inner // ranks),
-            has_int8=has_int8,
+            has_int8=codes is not None,
         )
         check_kernels(right, layer)
         return right, right.attention_layout
@@ -131,6 +136,11 @@ class Npu(Device):
         from lopa_ascend.backend.npu import profiler
 
         return profiler
+
+    def versions(self) -> Mapping[str, str | None]:
+        from torch_npu import npu
+
+        return {"npu": npu.get_device_name(npu.current_device()), "driver": driver_version(), "cann": cann_version()}
 
 
 def _doubts(attention_layout: str, model: ModelConfig) -> Iterator[str]:

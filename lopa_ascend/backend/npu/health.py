@@ -5,18 +5,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lopa_ascend.backend.device import Gauge
+from lopa_ascend.backend.device import Ask, Gauge, ask
 
 LEVELS = ("OK", "Warning", "Alarm", "Critical")
 """What npu-smi calls a die's health, from the best; and UNKNOWN for one that does not exist or has not started."""
-TIMEOUT = 20.0
-"""Seconds for an answer of one command; npu-smi may hang where a die does."""
-
-Ask = Callable[[Sequence[str]], str]
-"""Runs a command, and returns what it prints. Raises OSError or subprocess.SubprocessError if it cannot."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +52,6 @@ class Die:
         if self.health != LEVELS[0]:
             return f"health {self.health}"
         return f"memory errors of several bits: {self.memory_errors}" if self.memory_errors else None
-
-
-def ask(command: Sequence[str]) -> str:
-    """See ``Ask``."""
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=True)
-    return done.stdout
 
 
 def read_dies(ask: Ask = ask, *, with_links: bool = False) -> list[Die]:

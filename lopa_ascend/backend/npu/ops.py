@@ -66,6 +66,7 @@ class NpuOps:
     """
 
     row_stats = None
+    rope_and_write = None
     shard_stats = None
 
     def __init__(self, *, attention_layout: str = "TND"):
@@ -91,10 +92,10 @@ class NpuOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For x in float16 or bfloat16."""
-        codes, scale = npu.npu_dynamic_quant(x)
-        return codes, scale
+    def quantize(self, x: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+        """For x in float16 or bfloat16. fp8 is refused before weights are read."""
+        integers, scale = npu.npu_dynamic_quant(x)
+        return integers, scale
 
     def quant_linear(
         self,
@@ -202,19 +203,21 @@ class NpuOps:
         normed, _, total = npu.npu_add_rms_norm(x, residual, weight, eps)
         return normed, total
 
-    def rms_norm_quant(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def rms_norm_quant(
+        self, x: Tensor, weight: Tensor, eps: float, codes: torch.dtype = torch.int8
+    ) -> tuple[Tensor, Tensor]:
         """For x in float16 or bfloat16."""
-        codes, scale = npu.npu_dynamic_quant(self.rms_norm(x, weight, eps))
-        return codes, scale
+        integers, scale = npu.npu_dynamic_quant(self.rms_norm(x, weight, eps))
+        return integers, scale
 
     def add_rms_norm_quant(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, codes: torch.dtype = torch.int8
     ) -> tuple[Tensor, Tensor, Tensor]:
         """For x in float16 or bfloat16."""
-        codes, _, total, scale, _ = npu.npu_add_rms_norm_dynamic_quant(
+        integers, _, total, scale, _ = npu.npu_add_rms_norm_dynamic_quant(
             x, residual, weight, epsilon=eps, output_mask=[True, False]
         )
-        return codes, scale, total
+        return integers, scale, total
 
     def rope_tables(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Both [positions, 1, D]: the kernel takes one factor for each element of a head."""
@@ -239,13 +242,13 @@ class NpuOps:
         gated: Tensor = npu.npu_swiglu(gate_up)
         return gated
 
-    def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    def swiglu_quant(self, gate_up: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
         """For gate_up in float16 or bfloat16."""
         if one_kernel_takes(gate_up):
-            codes, scale = npu.npu_dequant_swiglu_quant(gate_up, activate_left=True, quant_mode=1)
+            integers, scale = npu.npu_dequant_swiglu_quant(gate_up, activate_left=True, quant_mode=1)
         else:
-            codes, scale = npu.npu_dynamic_quant(self.swiglu(gate_up))
-        return codes, scale
+            integers, scale = npu.npu_dynamic_quant(self.swiglu(gate_up))
+        return integers, scale
 
     def quant_swiglu(
         self, codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
@@ -271,14 +274,14 @@ class NpuOps:
     def host_memory(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, pin_memory=True)
 
-    def read_later(self, x: Tensor) -> Callable[[], Tensor]:
+    def read_later(self, x: Tensor, while_waiting: Callable[[float], None]) -> Callable[[], Tensor]:
         copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         copy.copy_(x, non_blocking=True)
         event = torch_npu.npu.Event()
         event.record()
 
         def read() -> Tensor:
-            event.synchronize()
+            event.synchronize()  # HCCL itself gives up a rank that does not come
             return copy
 
         return read

@@ -21,7 +21,6 @@ from starlette.requests import Request
 
 from lopa_ascend.config.errors import ParameterError, printed
 from lopa_ascend.config.files import shown, strict_json
-from lopa_ascend.config.removed import instead_of
 from lopa_ascend.process.thread_turns import turn
 from lopa_ascend.serve.http.api_error import CLOSE, ApiError
 from lopa_ascend.serve.http.encoding import Json
@@ -309,8 +308,6 @@ def _explain(error: ErrorDetails, model: type[Body]) -> ApiError:
 
 def _hint(name: str, model: type[Body]) -> str:
     """What may be meant by an unknown field."""
-    if removed := instead_of(name):
-        return removed
     if name in model.instead:
         return f". Instead, {model.instead[name]}"
     # A comparison with megabytes takes seconds.

@@ -87,8 +87,8 @@ class IntegerOps(CpuOps):
             return pack_int4(weight)
         return super().stored_int4(weight)
 
-    def _integer_way(self, weight: Tensor) -> str:
-        return f"{self._instructions} int8" if weight.dim() == 3 else super()._integer_way(weight)
+    def _exact_way(self, weight: Tensor) -> str:
+        return f"{self._instructions} int8" if weight.dim() == 3 else super()._exact_way(weight)
 
     def quant_linear(
         self,

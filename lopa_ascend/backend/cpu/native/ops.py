@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lopa_ascend.backend.cpu.int8 import multiply_int8
+from lopa_ascend.backend.cpu.int8 import multiply_codes
 from lopa_ascend.backend.cpu.native.integers import IntegerOps
 from lopa_ascend.backend.cpu.native.kernels import Kernels, numbers
 from lopa_ascend.backend.cpu.processor import Bfloat16Instructions
@@ -175,16 +175,18 @@ class NativeOps(IntegerOps):
             return super().add_rms_norm(x, residual, weight, eps)
         return self._norm(x, residual, weight, eps), residual
 
-    def rms_norm_quant(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if not is_narrow(x, x.shape[-1]):
-            return super().rms_norm_quant(x, weight, eps)
+    def rms_norm_quant(
+        self, x: Tensor, weight: Tensor, eps: float, codes: torch.dtype = torch.int8
+    ) -> tuple[Tensor, Tensor]:
+        if codes != torch.int8 or not is_narrow(x, x.shape[-1]):
+            return super().rms_norm_quant(x, weight, eps, codes)
         return self._norm_quant(x, None, weight, eps)
 
     def add_rms_norm_quant(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, codes: torch.dtype = torch.int8
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not (is_narrow(x, x.shape[-1]) and residual.is_contiguous()):
-            return super().add_rms_norm_quant(x, residual, weight, eps)
+        if codes != torch.int8 or not (is_narrow(x, x.shape[-1]) and residual.is_contiguous()):
+            return super().add_rms_norm_quant(x, residual, weight, eps, codes)
         return *self._norm_quant(x, residual, weight, eps), residual
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -216,13 +218,13 @@ class NativeOps(IntegerOps):
         self._kernels.call("lopa_swiglu", gate_up, out.numel() // size, size, out, is_wide(out), work=out.numel())
         return out
 
-    def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    def swiglu_quant(self, gate_up: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
         size = gate_up.shape[-1] // 2
-        if not is_narrow(gate_up, size):
-            return super().swiglu_quant(gate_up)
-        codes, scale = _empty_codes(gate_up, size)
-        self._kernels.call("lopa_swiglu_quant", gate_up, scale.numel(), size, codes, scale, work=codes.numel())
-        return codes, scale
+        if codes != torch.int8 or not is_narrow(gate_up, size):
+            return super().swiglu_quant(gate_up, codes)
+        out, scale = _empty_codes(gate_up, size)
+        self._kernels.call("lopa_swiglu_quant", gate_up, scale.numel(), size, out, scale, work=out.numel())
+        return out, scale
 
     def quant_linear(
         self,
@@ -237,7 +239,7 @@ class NativeOps(IntegerOps):
         is_packed = weight.dim() == 3
         if dtype != torch.bfloat16 or size % LANES or is_traced(codes) or is_packed:
             return super().quant_linear(codes, scale, weight, weight_scale, bias, dtype)
-        product = multiply_int8(codes, weight)
+        product = multiply_codes(codes, weight)
         out = product.new_empty(product.shape, dtype=dtype)
         rows, factors = len(out), weight_scale.contiguous()
         offset = None if bias is None else bias.to(dtype).contiguous()
