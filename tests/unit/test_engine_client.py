@@ -164,7 +164,7 @@ def test_a_request_that_waits_keeps_no_fields_without_effect(monkeypatch: pytest
 
     def read(model: type[CompletionRequest], raw: bytes) -> CompletionRequest:
         asked = read_body(model, raw)
-        assert asked.model_dump()["user"] == "u" * 1000
+        assert "user" not in asked.model_dump()
         parsed.append(weakref.ref(asked))
         return asked
 
