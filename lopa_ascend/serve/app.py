@@ -28,9 +28,10 @@ from lopa_ascend.serve.http.access import Access, allow_origins, hosts_of, set_u
 from lopa_ascend.serve.http.api_error import MESSAGES, install_handlers
 from lopa_ascend.serve.http.body import Intake
 from lopa_ascend.serve.http.openapi import READING, body_of, document, errors, events
-from lopa_ascend.serve.info import AbortRequest, add_abort, add_models, add_state
 from lopa_ascend.serve.link.client import EngineClient
-from lopa_ascend.serve.profiling import StartProfileRequest, StopProfileRequest, add_profiling
+from lopa_ascend.serve.models import add_models
+from lopa_ascend.serve.observe.info import AbortRequest, add_abort, add_state
+from lopa_ascend.serve.observe.profiling import StartProfileRequest, StopProfileRequest, add_profiling
 from lopa_ascend.serve.tokens import DetokenizeRequest, TokenizeRequest, add_tokenizer
 from lopa_ascend.serve.view import add_view
 
@@ -72,12 +73,12 @@ def create_app(clients: Sequence[EngineClient], address: str | None = None) -> F
     app.state.intake = intake = Intake(config.max_body_size)
     endpoint = Endpoint([ServedModel(client) for client in clients], intake, config)
     add_view(app, is_shown=config.ui, examples=EXAMPLES if config.engine.model is None else ())
-    add_state(app, endpoint)
+    add_state(app, [model.metrics for model in endpoint.models.values()])
     add_models(app, endpoint)
     add_tokenizer(app, endpoint, intake)
     _add_generation(app, endpoint)
     add_abort(app, clients, intake)
-    add_profiling(app, endpoint, intake)
+    add_profiling(app, clients[0], intake)
     document(app, BODIES, EVENTS, endpoint.default.limits, with_key=config.api_key is not None)
     return app
 

@@ -23,7 +23,7 @@ from lopa_ascend.serve.http.body import Intake, read_body
 from lopa_ascend.serve.http.encoding import STREAM_HEADERS, Writer, pieces
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.generation import Generation
-from lopa_ascend.serve.metrics import Metrics, Timeline, summary
+from lopa_ascend.serve.observe.metrics import Metrics, Timeline, summary
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 PIECE = 64 * 2**10

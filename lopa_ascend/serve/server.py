@@ -24,10 +24,10 @@ from lopa_ascend.serve.api.request import check_defaults
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.flags import option
-from lopa_ascend.serve.greeting import make_greeting
 from lopa_ascend.serve.http.connections import Connection, RareWarnings, connection_limit
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.spawn import EngineFailed, EngineProcess
+from lopa_ascend.serve.observe.greeting import make_greeting
 from lopa_ascend.text.template import check_template
 from lopa_ascend.text.tokenizer_files import load_template
 

@@ -185,7 +185,7 @@ class Metrics:
     """
 
     def __init__(self, client: EngineClient, model_name: str):
-        self._model_name = model_name
+        self.client, self.model_name = client, model_name
         self.registry = CollectorRegistry()
         self.registry.register(_EngineState(client, model_name))
         self._metrics: dict[str, Counter | Histogram] = {}
@@ -204,7 +204,7 @@ class Metrics:
 
     def _add(self, engine: str, name: str, amount: float = 1, *label: str) -> None:
         """Adds to a counter, or an observation to a histogram."""
-        series = self._metrics[name].labels(self._model_name, engine or ENGINE, *label)
+        series = self._metrics[name].labels(self.model_name, engine or ENGINE, *label)
         if isinstance(series, Histogram):
             series.observe(amount)
         else:
