@@ -56,13 +56,8 @@ EVENTS = (diffusion.DiffusionStart, diffusion.DiffusionStep, diffusion.Diffusion
 
 
 def create_app(clients: Sequence[EngineClient], address: str | None = None) -> FastAPI:
-    """The HTTP API of running engines.
-
-    Args:
-        clients: the engine of each model. How the first was started holds for HTTP too.
-        address: the numeric IP address at which the server listens, or the path of its Unix socket; None:
-            ``config.host`` is such an address.
-    """
+    """The HTTP API of running engines, one for each model. The first one's configuration holds for HTTP. The server
+    listens at ``address``, a numeric IP address or the path of a Unix socket; None: ``config.host`` is numeric."""
     # /docs and /redoc load their scripts from this server: there may be no internet.
     config = clients[0].config
     app = FastAPIOffline(title="LoPA-Dist-Ascend", version=lopa_ascend.__version__, redirect_slashes=False)
@@ -90,7 +85,7 @@ class TextRoute(NamedTuple):
     name: str
     body: type[AnsweredRequest]
     whole: type[BaseModel] | None
-    """The answer that is not streamed; None: every answer is streamed."""
+    """An answer that is not streamed; None: all are."""
     events: str | None
     """What the events of a stream are; None: no answer is streamed."""
     description: str

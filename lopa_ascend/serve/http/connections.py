@@ -27,9 +27,8 @@ UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 SPARE_CONNECTIONS = 1024
 """Connections beside those of the requests that may wait."""
 MAX_WARNINGS = 1000
-"""Most warnings that are remembered."""
 WARNING_INTERVAL = 60.0
-"""Least seconds between two log lines that say the same."""
+"""Least seconds between equal log lines."""
 
 NO_FILE_LEFT = "socket.accept() out of system resource"
 """The beginning of what asyncio logs, with a traceback, if no file is left for a connection."""
@@ -38,7 +37,7 @@ REFUSAL = "HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection, which ends if no request comes, its head is too long, or nobody reads the answer.
+    """Ends if no request comes, its head is too long, or nobody reads the answer.
 
     Beyond ``limit_concurrency`` connections uvicorn answers 503; beyond twice as many they are closed at once.
     """
@@ -138,11 +137,7 @@ def _stop(timer: asyncio.TimerHandle | None) -> None:
 
 
 def connection_limit(max_waiting: int) -> int:
-    """Most connections that are answered. Raises the limit of open files as far as the system allows.
-
-    Args:
-        max_waiting: requests that may wait.
-    """
+    """Most connections that are answered. Raises the limit of open files as far as the system allows."""
     _, num_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
@@ -156,7 +151,7 @@ class RareWarnings(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._last: dict[str, float] = {}
-        """When each warning was last logged, by its text."""
+        """By text: when a warning was last logged."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text, now = record.getMessage().partition("\n")[0], time.monotonic()

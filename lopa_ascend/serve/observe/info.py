@@ -31,13 +31,12 @@ from lopa_ascend.serve.observe.dies import Dies
 from lopa_ascend.serve.observe.metrics import Metrics, metrics_text
 
 KV_UPDATE = {"block_causal": "single-phase", "full": "two-phase"}
-"""How committed keys and values get into all slots, by window attention. Single-phase: every slot gets them in the step
-itself. Two-phase: the winner's are copied to the other slots after the step."""
+"""How committed keys and values get into all slots, by window attention: in the step itself (single-phase), or copied
+from the winner's slot after it (two-phase)."""
 OF_ENGINE = ("device", "dtype", "kv_cache_memory", "seed", "ranks")
 """What is shown as the engine reported it in ``Ready``."""
 OF_MESH = ("tensor_parallel_size", "branch_parallel_size")
 PACKAGES = ("torch", "torch_npu", "transformers", "tokenizers", "fastapi", "uvicorn", "pyzmq")
-"""Packages whose versions are shown."""
 
 # ---- bodies and answers ----------------------------------------------------------------------------------------------
 
@@ -75,7 +74,7 @@ class ServerInfo(BaseModel):
 
 
 def add_state(app: FastAPI, models: Sequence[Metrics]) -> None:
-    """Routes that tell how the server is. The configuration is the first model's."""
+    """The configuration is the first model's."""
     clients, config = [model.client for model in models], models[0].client.config
 
     @app.get("/health", responses=errors(503))
@@ -128,14 +127,9 @@ def _check_health(clients: Sequence[EngineClient]) -> None:
 
 
 def add_abort(app: FastAPI, clients: Sequence[EngineClient], intake: Intake) -> None:
-    """The route that ends a request."""
-
     @app.post("/abort_request", responses=errors(*READING, 404), openapi_extra=body_of(AbortRequest))
     async def abort_request(request: Request) -> Aborted:
-        """Ends a running request, which is named by the id of its response.
-
-        Its unfinished choices get the finish reason "abort".
-        """
+        """Ends a running request by the id of its response. Its unfinished choices get the finish reason "abort"."""
         asked = await intake.take(request, lambda raw: read_body(AbortRequest, raw))
         if not any(client.abort(asked.request_id) for client in clients):
             message = f"no request with a response {asked.request_id!r} is running"
@@ -147,12 +141,8 @@ def add_abort(app: FastAPI, clients: Sequence[EngineClient], intake: Intake) -> 
 
 
 async def see_a_step(client: EngineClient, timeout: float) -> None:
-    """Waits until the engine makes a step, as proof that it works: for other requests, or for a token that it is given
-    to generate.
-
-    Raises:
-        ApiError: 500, the token failed in the engine; 503, there was no step in ``timeout`` seconds, or none can come.
-    """
+    """Waits until the engine makes a step: for other requests, or for a token that it is given to generate. Raises
+    ApiError: 500, the token failed; 503, no step came in ``timeout`` seconds, or none can come."""
     stepped = asyncio.Event()
     num_steps_before = {"": client.stats.num_steps}
     num_steps_before |= {engine: stats.num_steps for engine, stats in client.engines.items()}
@@ -183,11 +173,8 @@ async def see_a_step(client: EngineClient, timeout: float) -> None:
 
 
 def _one_token(client: EngineClient) -> Generation | None:
-    """One token for the engine to generate; None if others fill the queue, whose steps are proof enough.
-
-    Raises:
-        ApiError: 503, nothing can be generated.
-    """
+    """One token to generate; None if others fill the queue, whose steps are proof enough. Raises ApiError, 503, if
+    nothing can be generated."""
     prompt = (int(client.ready.limits.mask_token_id == 0),)  # any token but the mask
     params = DecodingParams(max_new_tokens=1, decoding="d2f", ignore_eos=True)
     try:
@@ -199,7 +186,6 @@ def _one_token(client: EngineClient) -> Generation | None:
 
 
 async def _finish(generation: Generation) -> None:
-    """Reads a generation to its end."""
     async for _ in generation.updates():
         pass
 

@@ -16,7 +16,7 @@ from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.messages import PROFILE_NAME, Profiled
 
 MAX_STEPS = 20
-"""Steps of a profile at most: to write each takes about a tenth of a second, in which the engine makes no step."""
+"""To write a step takes about a tenth of a second, in which the engine makes none."""
 
 B = TypeVar("B", bound=Body)
 
@@ -49,8 +49,6 @@ class Traces(BaseModel):
 
 
 def add_profiling(app: FastAPI, client: EngineClient, intake: Intake) -> None:
-    """The routes that begin and end a profile of an engine."""
-
     async def fields_of(request: Request, body: type[B]) -> B:
         _check_allowed(client)
         if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
