@@ -1,5 +1,4 @@
-"""Whether the exchanges of a group of ranks give what they must: ranks exchange values that tell who sent them, and
-whose sum is known exactly."""
+"""Tests the exchanges of a group: each rank sends values that identify it, and the sum is known exactly."""
 
 from __future__ import annotations
 
@@ -28,12 +27,10 @@ class ExchangeError(ValueError):
 def wrong_exchange(
     group: Group, name: str, num_rows: int, like: Tensor, width: int, replayed: Replayed | None
 ) -> str | None:
-    """What a group's sum, or its gather, gives wrongly; None if nothing. All ranks of the group must call it.
+    """Describes what a group's sum or gather gets wrong; None if nothing. All ranks of the group must call it.
 
     Args:
-        name: of the group, for messages.
-        num_rows: rows of ``width`` values that are summed.
-        like: has the dtype of sums, and lies on the device.
+        num_rows: rows of ``width`` values that are summed, in the dtype and on the device of ``like``.
         replayed: computes a function in a captured graph; None: there are no graphs.
 
     Raises:
@@ -45,7 +42,7 @@ def wrong_exchange(
     by_rank = (torch.arange(values) + STEP * torch.arange(group.size)[:, None]) % values
 
     def rows(pattern: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
-        """[num_rows, columns] with the values of the pattern in turn."""
+        """[num_rows, columns], filled by repeating the pattern."""
         size = num_rows * columns
         return pattern.to(like.device, dtype).repeat(size // len(pattern) + 1)[:size].view(num_rows, columns)
 
