@@ -27,14 +27,10 @@ class ExchangeError(ValueError):
 def wrong_exchange(
     group: Group, name: str, num_rows: int, like: Tensor, width: int, replayed: Replayed | None
 ) -> str | None:
-    """Describes what a group's sum or gather gets wrong; None if nothing. All ranks of the group must call it.
+    """What a group's sum or gather of ``num_rows`` rows gets wrong; None if nothing. All ranks of the group must call
+    it.
 
-    Args:
-        num_rows: rows of ``width`` values that are summed, in the dtype and on the device of ``like``.
-        replayed: computes a function in a captured graph; None: there are no graphs.
-
-    Raises:
-        RankError: another rank does not take part.
+    ``like`` has the dtype and device of sums; ``replayed`` computes a function in a captured graph, if there are any.
     """
     if group.size == 1:
         return None

@@ -52,10 +52,8 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that make the same collectives in the same order; by default this rank alone.
-
-    Every method may raise RankError if another rank of the group does not take part.
-    """
+    """Ranks that make the same collectives in the same order; by default this rank alone. Every method may raise
+    RankError."""
 
     rank: int = 0
     size: int = 1

@@ -51,11 +51,8 @@ class Rendezvous:
 
     @classmethod
     def from_environment(cls) -> Rendezvous:
-        """Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_WORLD_SIZE, which torchrun sets.
-
-        Raises:
-            ParameterError: one of them is missing or malformed.
-        """
+        """Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_WORLD_SIZE, which torchrun sets. ParameterError if
+        one is missing or malformed."""
         try:
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -85,12 +82,9 @@ class Rendezvous:
             )
 
     def check_host(self) -> None:
-        """Refuses a MASTER_ADDR that means the loopback interface on rank 0 if other machines must reach it.
+        """Refuses, on rank 0, a MASTER_ADDR on the loopback interface if other machines must reach it (ParameterError).
 
         Many systems give their own name such an address. Rank 0 listens on the address of ``host`` alone.
-
-        Raises:
-            ParameterError: ranks on other machines could not reach rank 0.
         """
         if self.local or self.rank or self.host in (LOCALHOST, "::1", "localhost"):
             return
@@ -133,20 +127,14 @@ def _sizes_that_fit(world_size: int, tensor_parallel_size: int) -> str:
 
 
 def rank_in_environment() -> int | None:
-    """This process's rank if torchrun, or a launcher like it, started it as one of several; else None.
-
-    Raises:
-        ParameterError: RANK and WORLD_SIZE are set, but another variable is missing or malformed.
-    """
+    """This process's rank if torchrun, or a launcher like it, started it as one of several; else None. ParameterError
+    as in ``from_environment``."""
     return Rendezvous.from_environment().rank if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Listens at one address of this machine, given as address or name, and at no other. Port 0 means any free port.
-
-    Raises:
-        OSError: this machine does not have the address, or the port is in use.
-    """
+    OSError if this machine does not have the address, or the port is in use."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)  # of IPv6 with the scope, which some need
@@ -167,10 +155,8 @@ def free_port() -> int:
 
 
 class RankProcess(NamedTuple):
-    """What to start for one rank, in a session of its own, so that signals of the terminal do not reach it.
-
-    Its stdin must be a pipe: the process ends when that closes.
-    """
+    """What to start for one rank, in a session of its own, so that signals of the terminal do not reach it. Its stdin
+    must be a pipe: the process ends when that closes."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
@@ -179,12 +165,8 @@ class RankProcess(NamedTuple):
 def local_rank_processes(
     config: EngineConfig, port: int, leader_command: tuple[str, ...] | None = None
 ) -> dict[int, RankProcess]:
-    """The processes to start, by rank, for an engine whose ranks all run on this machine.
-
-    Args:
-        port: of the store through which the ranks find each other.
-        leader_command: starts rank 0; None if the calling process is rank 0.
-    """
+    """The processes to start, by rank, if all ranks run on this machine. ``port`` is the store's. ``leader_command``
+    starts rank 0; None if the calling process is rank 0."""
     follower = follower_command(config, ends_with_stdin=True)
     commands = dict.fromkeys(range(1, config.world_size), follower)
     if leader_command is not None:
@@ -204,10 +186,8 @@ def follower_command(config: EngineConfig, *, ends_with_stdin: bool) -> tuple[st
 
 
 def share_cores(config: EngineConfig) -> EngineConfig:
-    """Gives each rank an even share of this machine's cores as threads.
-
-    ``config`` stays as it is if it has one rank, or if ``threads`` or OMP_NUM_THREADS is set.
-    """
+    """Gives each rank an even share of this machine's cores as threads, unless there is one rank, or ``threads`` or
+    OMP_NUM_THREADS is set."""
     if config.world_size == 1 or config.threads is not None or "OMP_NUM_THREADS" in os.environ:
         return config
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -258,10 +238,7 @@ def is_stopped(pid: int) -> bool:
 
 
 class StopWatch:
-    """Finds ranks that are stopped while they start, before they watch one another.
-
-    A rank that is stopped for ``timeout`` seconds counts as hanging.
-    """
+    """Finds ranks that were stopped for ``timeout`` seconds while they start, before they watch one another."""
 
     def __init__(self, timeout: float):
         self._timeout = timeout
@@ -279,12 +256,8 @@ class StopWatch:
 
 
 def explain_exit(statuses: Mapping[int, int | None]) -> str | None:
-    """Names the rank that has ended, and how, e.g. "rank 1: SIGKILL"; None while all run.
-
-    Args:
-        statuses: by rank, the status as ``subprocess`` reports it. If rank 0 is the only one, the answer does not name
-            it.
-    """
+    """Names the rank that has ended, and how, e.g. "rank 1: SIGKILL"; None while all run. If rank 0 is the only one,
+    the answer does not name it. ``statuses``: by rank, as ``subprocess`` reports them."""
     ended = {rank: status for rank, status in statuses.items() if status is not None}
     if not ended:
         return None

@@ -50,14 +50,9 @@ class StartError(ValueError):
 def new_groups(
     device: Device, purpose: str, ranks: list[list[int]], meeting: timedelta, timeout: int
 ) -> dist.ProcessGroup:
-    """Makes groups of ranks and returns the one with this rank. All ranks must call it with the same ``ranks``.
-
-    Args:
-        purpose: "tp" or "bp".
-        ranks: one list for each group.
-        meeting: limit for connecting by gloo.
-        timeout: see ``exec_timeout``.
-    """
+    """Makes groups of ranks and returns the one with this rank. All ranks must call it with the same ``ranks``, a list
+    for each group. ``purpose`` is "tp" or "bp"; ``meeting`` limits connecting by gloo; ``timeout``: see
+    ``exec_timeout``."""
     backend = dist.get_backend()
     options = device.communicator_options(backend, purpose, timeout)
     group: dist.ProcessGroup | None
@@ -74,11 +69,9 @@ def exec_timeout(config: EngineConfig) -> int:
 
 
 def creation_timeout(backend: str, meeting: timedelta, timeout: int) -> timedelta:
-    """The timeout with which a group is made.
-
-    gloo's and NCCL's are changed later by ``_set_timeout``. HCCL's cannot be changed, and torch_npu ends the process
-    once it is over; so it is longer than ``timeout`` seconds, after which HCCL reports the error itself.
-    """
+    """The timeout with which a group is made. gloo's and NCCL's are changed later by ``_set_timeout``. HCCL's cannot be
+    changed, and torch_npu ends the process once it is over; so it is longer than ``timeout`` seconds, after which HCCL
+    reports the error itself."""
     if backend == "gloo":
         return meeting
     if backend == "nccl":
@@ -274,10 +267,8 @@ class Mesh:
         return self._texts.all_gather(subject, text)
 
     def start(self) -> None:
-        """Waits until every rank has loaded. From now on a rank that hangs is given up after the configured timeout.
-
-        HCCL has its own timeout from the beginning (``exec_timeout``).
-        """
+        """Waits until every rank has loaded. From now on a rank that hangs is given up after the configured timeout;
+        HCCL has its own from the beginning (``exec_timeout``)."""
         self.world.minimum(0, "start")
         self._patience = self._timeout
         self._set_timeout(self._timeout)
@@ -294,10 +285,7 @@ class Mesh:
 
     def check_agreement(self, step: int, values: Mapping[str, object]) -> None:
         """Checks after a step that all ranks hold the same values, compared by ``repr``. Every rank must call it.
-
-        Raises:
-            RankError: a rank differs from rank 0; the message names the rank and the values.
-        """
+        RankError names the rank and the values that differ."""
         if self.size == 1:
             return
         names = ("the step", *values)
@@ -316,10 +304,8 @@ class Mesh:
         return f"rank {rank} (bp {bp}, tp {tp})"
 
     def _explain(self) -> str | None:
-        """Why a collective has failed; None if the watch does not know.
-
-        Waits up to ``EXPLANATION_TIMEOUT``, because the watch may notice a failure later than the collective.
-        """
+        """Why a collective has failed; None if the watch does not know. Waits a while, because the watch may notice a
+        failure later than the collective."""
         deadline = time.monotonic() + EXPLANATION_TIMEOUT
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(0.05)

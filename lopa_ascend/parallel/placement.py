@@ -96,10 +96,8 @@ class Placement:
 
 
 def _base_branch(plan: SequencePlan, branches: Sequence[int]) -> int:
-    """The branch that computes the positions shared by the group's rows.
-
-    This is the anchor if the group has it, otherwise the branch that equals the anchor for longest.
-    """
+    """The branch that computes the positions shared by the group's rows: the anchor if the group has it, otherwise the
+    branch that equals the anchor for longest."""
     anchor = len(plan.rows) - 1
     return anchor if anchor in branches else max(branches, key=lambda branch: plan.rows[branch].compute_from)
 

@@ -20,12 +20,9 @@ POLL_INTERVAL = 0.02
 
 
 def serve_store(host: str, port: int) -> TCPStore:
-    """Serves a store at one address; port 0 means any free port.
+    """Serves a store at one address; port 0 means any free port. OSError if it cannot listen there.
 
     Its protocol authenticates nobody, and by itself it would listen on every interface of the machine.
-
-    Raises:
-        OSError: it cannot listen there.
     """
     listener = listen(host, port)
     own_port: int = listener.getsockname()[1]
@@ -34,10 +31,8 @@ def serve_store(host: str, port: int) -> TCPStore:
 
 
 class TextStore:
-    """One rank's access to the texts.
-
-    ``failure`` says why the ranks cannot go on, or None. It is asked while this rank waits for a text, and may raise.
-    """
+    """One rank's access to the texts. ``failure`` says why the ranks cannot go on, or None; it is asked while this rank
+    waits for a text, and may raise."""
 
     def __init__(self, store: Store, rank: int, size: int, failure: Callable[[], str | None]):
         self.store = store
@@ -52,11 +47,8 @@ class TextStore:
         self.store.set(key, text)
 
     def read(self, key: str, awaited: str = "rank 0") -> str:
-        """Waits for a text that ``awaited`` writes.
-
-        Raises:
-            RankError: the ranks have failed, or the text did not come in time.
-        """
+        """Waits for a text that ``awaited`` writes. RankError if the ranks have failed, or the text did not come in
+        time."""
         what_to_do = "see the logs of the other ranks, and whether all of them were started"
         for _ in self._poll(f"waited {START_MINUTES} minutes for {awaited}; {what_to_do}"):
             if self._has(key):
@@ -99,11 +91,8 @@ class TextStore:
         return found
 
     def _poll(self, complaint: str) -> Iterator[None]:
-        """Yields every ``POLL_INTERVAL`` seconds.
-
-        Raises:
-            RankError: the ranks have failed; or, with ``complaint``, ``START_TIMEOUT`` is over.
-        """
+        """Yields every ``POLL_INTERVAL`` seconds. RankError if the ranks have failed or, with ``complaint``,
+        ``START_TIMEOUT`` is over."""
         deadline = time.monotonic() + START_TIMEOUT.total_seconds()
         while time.monotonic() < deadline:
             yield

@@ -134,9 +134,7 @@ class ProcessWatch:
         """Starts the watch of rank 0 without waiting for the others: a rank is watched once it has joined.
 
         Until all have joined it listens on a free port of ``host`` alone; they need ``port`` and ``token`` to join.
-
-        Raises:
-            OSError: this machine does not have the address.
+        OSError if this machine does not have the address.
         """
         listener = listen(host, 0)
         listener.setblocking(False)
@@ -157,11 +155,7 @@ class ProcessWatch:
         on_failure: Callable[[str], object],
         parent: int | None = None,
     ) -> ProcessWatch:
-        """Starts another rank's watch and joins that of rank 0.
-
-        Raises:
-            OSError: nothing listens there.
-        """
+        """Starts another rank's watch and joins that of rank 0. OSError if nothing listens there."""
         connection = socket.create_connection((host, port), timeout)
         watch = cls(port, token, timeout, on_failure, parent)
         leader = _Connection(connection, 0)
@@ -171,12 +165,9 @@ class ProcessWatch:
         return watch
 
     def close(self, failure: str | None = None) -> None:
-        """Ends the watch; repeated calls do nothing. A failure seen before is still reported.
-
-        Args:
-            failure: why this rank leaves, so that the others end too; None for a goodbye. The others hear its first
-                ``MAX_FAILURE`` characters, in one line.
-        """
+        """Ends the watch; repeated calls do nothing. A failure seen before is still reported. ``failure`` says why this
+        rank leaves, so that the others end too (they hear ``MAX_FAILURE`` characters of it, in one line); None for a
+        goodbye."""
         if failure is not None:
             one_line = " ".join(failure.split())
             self._last_words = _FAILED + one_line[:MAX_FAILURE].encode()
