@@ -26,7 +26,7 @@ class Match:
     """What a pattern was found to stand for."""
 
     bound: dict[str, Any] = field(default_factory=dict)
-    """Nodes and literals by the names that the pattern gives them."""
+    """Nodes and literals by their names in the pattern."""
     inside: tuple[Node, ...] = ()
     """The nodes that the pattern spells out."""
     shared: frozenset[Node] = frozenset()
@@ -44,12 +44,11 @@ class Match:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """The dtypes of all tensors that nodes of ``inside`` give."""
+        """Dtypes of all tensors that nodes of ``inside`` give."""
         values = [value(node) for node in self.inside]
         return {x.dtype for x in values if isinstance(x, Tensor)}
 
     def enter(self, node: Node, shared: bool) -> Match:
-        """The match with one more node inside."""
         return Match(self.bound, (*self.inside, node), self.shared | {node} if shared else self.shared)
 
 
@@ -58,7 +57,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def match(self, found: Any, so_far: Match) -> Iterator[Match]:
-        """All ways to match ``found``, an argument of a node, that extend the match ``so_far``."""
+        """All ways to match an argument that extend the match ``so_far``."""
 
 
 def matches(pattern: Any, found: Any, so_far: Match) -> Iterator[Match]:
@@ -82,7 +81,7 @@ def _match_all(patterns: Sequence[Any], found: Sequence[Any], so_far: Match) -> 
 
 @dataclass(frozen=True)
 class Some(Pattern):
-    """Anything that passes a test; everywhere in a pattern the same name stands for the same thing."""
+    """Anything that passes a test; a name stands for the same thing everywhere in a pattern."""
 
     name: str
     test: Callable[[Any], bool] | None = None

@@ -1,4 +1,4 @@
-"""Replaces nodes of a graph by others, wherever that changes nothing else."""
+"""Replaces nodes of a graph by others if that changes nothing else."""
 
 from __future__ import annotations
 
@@ -27,21 +27,16 @@ class Change:
     """One rewrite, or one refusal."""
 
     nodes: tuple[str, ...]
-    """Names of the nodes that were replaced or, after a refusal, left."""
+    """Replaced or, after a refusal, left."""
     refused: str | None = None
     """Why the nodes were left; None if they were replaced."""
     line: str | None = None
-    """Line of the model that the nodes come from, as "model.py:83", if the trace tells."""
+    """Of the model, as "model.py:83", if the trace tells."""
 
 
 class Rewriter:
-    """A graph module under change. Attributes of the module that nothing uses any more are removed at once, so that
-    weights take their memory once while they are packed.
-
-    Args:
-        module: changed in place; its attributes include the constants of the graph.
-        ops: the backend whose ops go into the graph.
-    """
+    """A graph module under change. Unused attributes of the module are removed at once, so that weights take their
+    memory once while they are packed. Calls go to methods of ``ops``."""
 
     def __init__(self, module: GraphModule, ops: Ops):
         self.module, self.graph, self.ops = module, module.graph, ops
@@ -51,7 +46,7 @@ class Rewriter:
         self._numbers = count()
 
     def call(self, target: Callable[..., Any], *args: Any) -> Node:
-        """Adds a call where nodes are being inserted, together with its result for tensors without data."""
+        """Inserts a call, together with its result for tensors without data."""
         node = self.graph.call_function(target, args)
         with self._mode:
             node.meta["val"] = self._fakes[node] = target(*torch.fx.map_arg(args, self._fake))
@@ -95,15 +90,8 @@ class Rewriter:
     def rewrite(
         self, match: Match, outputs: Sequence[Node], build: Callable[[Match], Sequence[Node]]
     ) -> tuple[str, ...]:
-        """Replaces nodes.
-
-        Args:
-            match: what was matched.
-            outputs: the nodes to replace.
-            build: makes the new nodes, one for each output, which are inserted before the first output.
-
-        Returns:
-            The names of the outputs.
+        """Replaces ``outputs`` by the nodes that ``build`` makes before the first of them, one for each. Returns the
+        outputs' names.
 
         Raises:
             NotFused: by ``build``, or because an intermediate result is used elsewhere, or an input is computed later.
@@ -153,11 +141,8 @@ class Rewriter:
         self.erase_unused([node for node in reversed(self.graph.nodes) if is_pure(node, self.ops)])
 
     def erase_unused(self, nodes: Iterable[Node]) -> None:
-        """Removes those of the given nodes that have no users, and the attributes of the module that only they read.
-
-        Args:
-            nodes: each before the nodes that it uses, because removing it may leave those without users.
-        """
+        """Removes those of the nodes that have no users, and attributes of the module that only they read. Each node
+        stands before the nodes that it uses, because removing it may leave those without users."""
         attributes: dict[Node, None] = {}
         for node in nodes:
             if node.users:
@@ -181,7 +166,7 @@ class Rewriter:
 
 
 def _shape_env(graph: Graph) -> Any:
-    """The ``ShapeEnv`` of a graph's trace, which the symbolic sizes belong to; None if all its shapes are static."""
+    """The ``ShapeEnv`` of the trace's symbolic sizes; None if all shapes are static."""
     for node in graph.nodes:
         found = node.meta.get("val")
         if isinstance(found, Tensor):

@@ -46,7 +46,7 @@ def token_and_head_dims(x: Sequence[int], table: Sequence[int]) -> tuple[list[in
 
 
 def permutation(node: Node) -> list[int] | None:
-    """The order into which a node brings the dimensions of its argument; None if it does something else."""
+    """The order into which a node brings its argument's dimensions; None if it does something else."""
     args: tuple[Any, ...] = node.args
     rank = value(node).dim()
     if node.target is aten.permute.default:
@@ -59,8 +59,7 @@ def permutation(node: Node) -> list[int] | None:
 
 
 def permuted(rewriter: Rewriter, x: Node, dims: list[int]) -> Node:
-    """``x.permute(dims)``. If x is a permutation that ``dims`` undoes, this is the argument of x; if ``dims`` changes
-    nothing, x."""
+    """``x.permute(dims)``, without a call if ``dims`` changes nothing or undoes a permutation."""
     before, same = permutation(x), list(range(len(dims)))
     if before is not None and [before[dim] for dim in dims] == same:
         source = x.args[0]
@@ -92,11 +91,7 @@ class Rope:
         return self._fusion(rewriter)
 
     def _check(self, rewriter: Rewriter, match: Match) -> None:
-        """Refuses a match that is no rotation of pairs of one head, or that is computed in another dtype.
-
-        Raises:
-            NotFused: see above.
-        """
+        """Raises NotFused for a match that is no rotation of pairs of one head, or is computed in another dtype."""
         x, cos, sin = match["x"], match["cos"], match["sin"]
         x_value = value(x)
         if not isinstance(cos, Node) or not isinstance(sin, Node) or value(cos).shape != value(sin).shape:
@@ -125,7 +120,6 @@ class Rope:
         return [permuted(rewriter, out, back)]
 
     def _tables_of(self, rewriter: Rewriter, cos: Node, sin: Node, tokens: int, half: int) -> tuple[Node, Node]:
-        """The op's tables of ``tokens`` tokens."""
         key = (cos, sin, str(tokens))
         if key not in self._tables:
             cos_rows, sin_rows = rows_of_constant(rewriter, cos), rows_of_constant(rewriter, sin)
