@@ -24,11 +24,11 @@ MAX_EOS = 8
 
 
 class Bucket(NamedTuple):
-    """The shapes of a compiled step. ``sequences`` and ``blocks`` differ between the buckets of an engine."""
+    """The shapes of a compiled step. ``sequences`` and ``blocks`` (of a window) differ between the buckets of an
+    engine."""
 
     sequences: int
     blocks: int
-    """Of a window."""
     pages: int
     """Of a slot."""
     branches: int
@@ -38,7 +38,7 @@ class Bucket(NamedTuple):
     block_length: int
     """Positions of the longest block."""
     max_blocks: int
-    """Blocks of the largest window of any bucket."""
+    """Of any bucket's window."""
     full_attention: bool = False
     """All queries of a window see the same keys; otherwise those of each block do."""
     max_queries: int | None = None
@@ -60,7 +60,7 @@ class Bucket(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Attention entries of a slot."""
+        """Of a slot."""
         return self.spans * len(self.entry_lengths)
 
     @property
@@ -70,7 +70,7 @@ class Bucket(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens that a rank computes in a step."""
+        """Of a step on one rank."""
         return self.writes if self.rows is None else self.rows * self.block_length
 
     @property
@@ -85,7 +85,7 @@ class Bucket(NamedTuple):
 
     @property
     def all_entries(self) -> int:
-        """Attention entries of a step on one rank."""
+        """Of a step on one rank."""
         if self.rows is not None:
             return self.rows * len(self.entry_lengths)
         return self.sequences * self.slots * self.entries
@@ -101,7 +101,6 @@ class Bucket(NamedTuple):
 
     @property
     def max_cells(self) -> int:
-        """Cells of the largest window of any bucket."""
         return self.max_blocks * self.block_length
 
     @property
@@ -118,7 +117,7 @@ class Bucket(NamedTuple):
         return 2 * self.max_cells + 2 * self.branches
 
     def shape(self, dims: str) -> tuple[int, ...]:
-        """Sizes of the dimensions that names of fields and properties give, e.g. "sequences cells"."""
+        """Sizes of named dimensions, e.g. "sequences cells"."""
         return tuple(getattr(self, name) for name in dims.split())
 
 
@@ -175,7 +174,6 @@ def ladder(most: int) -> list[int]:
 
 
 def _doubled(first: int, last: int) -> Iterable[int]:
-    """``first`` times powers of 2, and at the end ``last``."""
     value = first
     while value < last:
         yield value

@@ -24,7 +24,6 @@ from lopa_ascend.score.greedy import GreedyScore, Scored
 MAX_KEYS = 512
 """Most keys of an entry; a CPU would compute long with more."""
 MAX_PAGES = 32
-"""Most pages of random keys and values."""
 ROWS = 256
 """Rows scored at a time: the device has no memory left for the logits of a whole step."""
 EXACT, ROUNDED = (0.01, 0.1), (0.2, 1.5)
@@ -65,16 +64,9 @@ class StepCheck:
         num_written: int,
         length: int,
     ) -> list[int]:
-        """Writes random inputs of a step into these tensors on the device, the same in every call, and clears what the
-        step will write. Returns the KV length of each entry.
-
-        Args:
-            tokens: token ids; half of them become masks.
-            page_tables: of each attention entry, or of each slot.
-            num_entries: attention entries.
-            num_written: padding positions that the step writes.
-            length: positions of a block; an entry has as many keys at least.
-        """
+        """Writes random inputs of a step into these tensors on the device, the same in every call; half of the tokens
+        are masks. Clears the ``num_written`` padding positions that the step will write. Returns the KV length of each
+        entry, which is ``length``, the positions of a block, at least."""
         random = torch.Generator().manual_seed(tokens.numel())
 
         def below(limit: int, *shape: int) -> Tensor:
@@ -105,7 +97,6 @@ class StepCheck:
         return self._timed(lambda: self.scored(self._compiler.launch(step, f"{name}, op by op", kv_lengths)))
 
     def scored(self, hidden: Tensor) -> Scored:
-        """Predictions of hidden states [T, hidden], on the host."""
         with self._model.tp.ledger.paused():
             parts = [self._score(self._model.logits(rows)) for rows in hidden.split(ROWS)]
         ids, probs, margins = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
@@ -136,11 +127,9 @@ class StepCheck:
 def fault_of(
     ids: Tensor, probs: Tensor, expected: Scored, length: int, bounds: tuple[float, float] = ROUNDED
 ) -> str | None:
-    """In what the predictions of rows differ; None if rounding explains it.
-
-    Another token counts only if it is no near-tie, i.e. if the second best one was clearly less probable. ``length``:
-    rows of a block; ``bounds``: for half of a block's rows, and for all rows.
-    """
+    """In what the predictions of rows differ; None if rounding explains it. Another token counts only if it is no
+    near-tie, i.e. if the second best one was clearly less probable. ``length``: rows of a block; ``bounds``: for half
+    of a block's rows, and for all rows."""
     ids, probs = ids.flatten(), probs.flatten()
     difference = (probs / expected.probs).log().abs()
     difference = difference.masked_fill(probs.isnan() & expected.probs.isnan(), 0)

@@ -12,12 +12,11 @@ from lopa_ascend.config import GRAPH_MODES_BY_DEVICE
 
 
 def load_compiler(device: str, mode: str, *, key: str, cache_dir: str | Path | None = None) -> Compiler:
-    """The compiler of a device's graph mode. ValueError if the device has no such mode.
+    """The compiler of a device's graph mode; ValueError if there is no such mode.
 
-    Args:
-        key: model and configuration. Steps with equal keys and tensors of equal shapes must be the same. The code of
-            this package is added here, the versions of libraries by the compiler.
-        cache_dir: compiled steps outlive the process there; None: they do not.
+    ``key`` tells model and configuration: steps with equal keys and tensors of equal shapes must be the same. The code
+    of this package is added here, the versions of libraries by the compiler. Compiled steps outlive the process in
+    ``cache_dir``.
     """
     if mode not in GRAPH_MODES_BY_DEVICE[device]:
         choices = ", ".join(GRAPH_MODES_BY_DEVICE[device])

@@ -52,7 +52,6 @@ class InFlightStep:
     number: int
     bucket: Bucket
     sequences: list[Sequence]
-    """In launch order."""
     starts: list[int]
     """First block of each sequence's window."""
     counts: Counts
@@ -63,12 +62,7 @@ class InFlightStep:
 
 class GraphExecutor:
     """The compiled steps of one rank. ``bp``: the ranks that hold the same part of the model and evaluate other
-    branches.
-
-    Attributes:
-        num_rows, idle_rows: see ``EngineStats``.
-        inputs: device memory for the inputs of steps.
-    """
+    branches. ``num_rows``, ``idle_rows``: see ``EngineStats``."""
 
     def __init__(self, model: Model, pool: KVPool, graphs: Graphs, bp: Group = ALONE) -> None:
         self.graphs, self.pool = graphs, pool
@@ -106,10 +100,8 @@ class GraphExecutor:
 
     def _pays_to_read_first(self) -> bool:
         """Whether to read a step before the next is launched: then its lookahead cells are known and a smaller bucket
-        holds it, but the device waits for the host. The same on all ranks.
-
-        A single sequence decides: others add work to the device as they do to the host.
-        """
+        holds it, but the device waits for the host. The same on all ranks. A single sequence decides: others add work
+        to the device as they do to the host."""
         alone = [bucket for bucket in self.graphs.buckets.declared if bucket.sequences == 1]
         smallest = [bucket for bucket in alone if bucket.blocks == alone[0].blocks]
         least, most = (self.launchers[bucket].seconds() for bucket in (smallest[0], smallest[-1]))
@@ -134,11 +126,9 @@ class GraphExecutor:
     # ---- sequences -------------------------------------------------------------------------------------------------
 
     def with_fixed_branches(self, params: DecodingParams, eos: Iterable[int]) -> DecodingParams:
-        """See ``support.with_fixed_branches``."""
         return with_fixed_branches(params, len(params.ends(eos)), self.graphs.shape, self.graphs.params)
 
     def start(self, sequence: Sequence) -> None:
-        """Decides whether graphs can decode a sequence."""
         num_ends = len(sequence.strategy.ends)
         reason = unsupported(sequence.request.params, num_ends, self.graphs.shape, self.graphs.params)
         self._unsupported[sequence] = "continuations" if sequence.request.continuations else reason
@@ -151,10 +141,8 @@ class GraphExecutor:
 
     def ask(self, sequence: Sequence) -> None:
         """Notes what the sequence may need until its next result is read, if that is more than an eager step needs.
-
         While none of its compiled steps is in flight, the engine launches two before it reads the first result. What is
-        noted serves both, and the second one may open one more block.
-        """
+        noted serves both, and the second one may open one more block."""
         plan = sequence.next_pass
         if self._unsupported[sequence] is not None or plan.start < plan.prefix_length:
             return
@@ -189,10 +177,8 @@ class GraphExecutor:
     # ---- launch ----------------------------------------------------------------------------------------------------
 
     def launch(self, step: Step) -> tuple[list[InFlightStep], list[Sequence]]:
-        """Launches the graphs of a step: (launched steps to read in this step, sequences for the eager executor).
-
-        Page tables are read now, and may change afterwards.
-        """
+        """Launches the graphs of a step: (launched steps to read in this step, sequences for the eager executor). Page
+        tables are read now, and may change afterwards."""
         batches, eager = self._divide(step)
         launched = [self._launch_batch(batch) for batch in batches]
         if not self.graphs.ahead:
@@ -201,10 +187,8 @@ class GraphExecutor:
         return before, eager
 
     def _divide(self, step: Step) -> tuple[list[Windows], list[Sequence]]:
-        """(batches of sequences, each for one graph; sequences for the eager executor).
-
-        A sequence for the eager executor with a step in flight is in neither: it waits until that step has been read.
-        """
+        """(batches of sequences, each for one graph; sequences for the eager executor). A sequence for the eager
+        executor with a step in flight is in neither: it waits until that step has been read."""
         fitting: Windows = []
         eager: list[Sequence] = []
         for sequence in step.sequences:
@@ -235,12 +219,10 @@ class GraphExecutor:
         return self.graphs.buckets.choose(len(batch), blocks, pages_for(end), num_rows)
 
     def _block_rows(self, sequence: Sequence, window: range, *, in_flight: bool) -> tuple[int, ...]:
-        """See ``window.block_rows``."""
         slots, num_groups = self.graphs.shape.slots, self._placement.size
         return block_rows(sequence, window, in_flight=in_flight, slots=slots, num_groups=num_groups)
 
     def _unseat(self, sequence: Sequence) -> None:
-        """Takes a sequence out of its seat, for an eager step."""
         if sequence in self.seats.of:
             row = self.seats.hidden_row(sequence, num_blocks(sequence.strategy, sequence.num_committed))
             sequence.last_hidden = self.seats.storage.hidden[row].clone()

@@ -56,7 +56,6 @@ class PassShape(NamedTuple):
     slots: int
     """Most slots that a position is written to."""
     pages: int
-    """Of a slot."""
     max_queries: int | None
     """See ``Ops``."""
     drafts: bool = False
@@ -88,18 +87,12 @@ class PassShape(NamedTuple):
         return f"{kind}{self.rows}_length{self.length}_pages{self.pages}"
 
     def shape(self, dims: str) -> tuple[int, ...]:
-        """See ``spec.Sizes``."""
         return tuple(getattr(self, name) for name in dims.split())
 
 
 def declare_rows(kinds: Mapping[PassKind, int], shape: PassShape, max_tokens: int) -> tuple[PassShape, ...]:
-    """The buckets of an engine.
-
-    Args:
-        kinds: most rows of a pass, by kind.
-        shape: slots of a pass that commits, pages, and ``max_queries``.
-        max_tokens: most tokens of a step on a rank; one row may have more.
-    """
+    """The buckets of an engine. ``kinds``: most rows of a pass, by kind; ``shape``: slots of a pass that commits,
+    pages, and ``max_queries``; ``max_tokens``: most tokens of a step on a rank, but one row may have more."""
     declared = []
     for kind, most in kinds.items():
         commits = kind.is_causal or kind.length == 1
@@ -134,7 +127,6 @@ class PassLauncher:
         self._run: Run | None = None
 
     def rehearse(self, compiler: Compiler) -> None:
-        """See ``Compiler.rehearse``."""
         few = self._write(None)
         with self._model.tp.ledger.paused():
             compiler.rehearse(self._step, self.bucket.name, self._tensors, few)
@@ -156,7 +148,6 @@ class PassLauncher:
             check.compare(name, lambda: check.scored(launch())[:2], expected, self.bucket.length)
 
     def _write_random(self, check: StepCheck) -> list[int]:
-        """Writes random inputs; returns the KV length of each entry."""
         self._write(None)
         bucket, given = self.bucket, self._views(self._memory)
         given.source.copy_(torch.arange(bucket.writes) % bucket.tokens)
@@ -283,7 +274,6 @@ class Forwards:
         return kind
 
     def _most(self, kind: PassKind) -> int:
-        """Rows of the largest bucket of a kind."""
         return max((bucket.rows for bucket in self.launchers if bucket.kind == kind), default=0)
 
     def _num_rows(self, sequences: Sequence[Running]) -> int:

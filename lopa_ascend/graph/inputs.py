@@ -40,14 +40,11 @@ class BlockRows(NamedTuple):
 
 
 class HostView(NamedTuple):
-    """What the host knows of a sequence when it launches a step. Blocks are numbered from 0 at the origin.
-
-    The window must hold all open blocks (``window.next_window``).
-    """
+    """What the host knows of a sequence when it launches a step. Blocks are numbered from 0 at the origin. The window
+    must hold all open blocks (``window.next_window``)."""
 
     seat: int
     origin: int = 0
-    """See ``ModelProperties.origin``."""
     block_size: int = 0
     num_positions: int = 0
     """From the origin to the end of the canvas."""
@@ -69,7 +66,6 @@ class HostView(NamedTuple):
 
 
 def empty_params(num_seats: int, mask: int, shape: Bucket) -> RequestParams:
-    """Parameters of seats without a request. ``shape`` is the engine's largest bucket."""
     seats = shape._replace(sequences=num_seats)
     declared = specs(RequestParams).values()
     params = RequestParams(*(torch.zeros(seats.shape(spec.dims), dtype=spec.dtype) for spec in declared))
@@ -89,10 +85,8 @@ def empty_states(num_seats: int, shape: Bucket) -> Tensor:
 def write_params(
     params: RequestParams, seat: int, request: DecodingParams, ends: Sequence[int], num_given: int = 0
 ) -> None:
-    """Writes into a seat the parameters of a request that graphs support.
-
-    ``ends`` are the token ids that end it; ``num_given`` is the tokens of the prompt in the first block.
-    """
+    """Writes into a seat the parameters of a request that graphs support, its ``ends``, and the number of its prompt's
+    tokens in the first block."""
     size = request.block_size
     params.ends[seat] = NO_TOKEN
     params.ends[seat, : len(ends)] = torch.tensor(ends, dtype=torch.int32)
@@ -170,9 +164,7 @@ def write_inputs(
     Args:
         views: one for each of the S sequences; of padding rows only the seat counts.
         page_tables: page ids by slot, int32 [S, R, P]; -1 if there is no page.
-        params: of all seats.
         first_padding_position: as many cache positions from here on as the bucket writes are never read.
-        packed: in a packed bucket, the packing to fill and its block-rows.
     """
     window = _WindowCells(views, bucket)
     launch, own_params, model_inputs = inputs
@@ -283,10 +275,8 @@ def block_rows(counts: Sequence[Sequence[int]], num_rows: int) -> BlockRows:
 
 
 def _hidden_rows(bucket: Bucket, window: _WindowCells, first_own_row: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(``hidden_rows``, ``predicted_by``, ``block_ends``, ``save_rows``) of ModelInputs.
-
-    Rows of ``Storage.hidden`` from ``first_own_row`` on belong to this step alone.
-    """
+    """(``hidden_rows``, ``predicted_by``, ``block_ends``, ``save_rows``) of ModelInputs. Rows of ``Storage.hidden``
+    from ``first_own_row`` on belong to this step alone."""
     S, R, W, L = bucket.shape("sequences slots blocks block_length")
     before_window, save_rows = _seat_rows(bucket, window)
     rows = first_own_row + torch.arange(bucket.tokens).view(S, R, -1)

@@ -43,7 +43,6 @@ class Graphs:
     """What decode steps are compiled for, and how."""
 
     shape: Bucket
-    """The largest sizes of all buckets."""
     buckets: Buckets
     params: GraphParams
     compiler: Compiler
@@ -67,7 +66,6 @@ class InputMemory:
         self.key: Hashable = None
         """Equal for equal inputs; None: it holds none yet."""
         self.kv_lengths: list[int] = []
-        """By attention entry."""
 
 
 def filled_up(counts: Counts, bucket: Bucket) -> Counts:
@@ -98,7 +96,6 @@ class Launcher:
         self._run: Run | None = None
 
     def rehearse(self) -> None:
-        """See ``Compiler.rehearse``."""
         few = self._write([], [])
         with self._step.bp.ledger.paused():
             self._graphs.compiler.rehearse(self._step, self.bucket.name, self._tensors, few)
@@ -186,9 +183,7 @@ class Launcher:
         self, sequences: list[Sequence], views: list[HostView], counts: Counts, probe: Probe
     ) -> Callable[[], Tensor]:
         """Starts a step of some sequences. Returns a function that waits for its output, int32 [n] on the host.
-
-        ``counts``: in a packed bucket, how many slots may compute each block of a sequence's window.
-        """
+        ``counts``: in a packed bucket, how many slots may compute each block of a sequence's window."""
         assert self._run is not None
         for group, sent in self._traffic:
             group.ledger.add(sent.purpose, sent.num_bytes, sent.calls)
@@ -217,13 +212,8 @@ class Launcher:
         branch_ends: tuple[tuple[int, ...], ...],
         counts: Counts,
     ) -> list[int]:
-        """Writes the inputs to the device; returns the KV length of each attention entry.
-
-        Args:
-            tables: page ids by sequence and slot.
-            branch_ends: with full attention, the end of the window by sequence and branch.
-            counts: see ``launch``.
-        """
+        """Writes the inputs to the device; returns the KV length of each attention entry. ``tables``: page ids by
+        sequence and slot; ``branch_ends``: with full attention, the end of the window by sequence and branch."""
         bucket = self.bucket
         page_tables = np.full(bucket.shape("sequences slots pages"), -1, dtype=np.int32)
         for row, by_slot in enumerate(tables):

@@ -32,16 +32,9 @@ class Seat:
 class Seats:
     """``num_seats`` usable seats, then as many padding seats as the largest bucket has sequences.
 
-    Attributes:
-        params: of all seats, on the host.
-        storage: states and hidden states of all seats, on the device.
-        of: the taken seats, by sequence.
-        num_taken: how often a seat was taken, which writes its parameters.
-
-    Args:
-        shape: the engine's largest bucket.
-        hidden: [0, hidden], with the dtype and device of hidden states.
-        num_tokens: tokens of the largest step.
+    ``params`` of all seats are on the host, ``storage`` with states and hidden states on the device. ``num_taken``
+    counts how often a seat was taken, which writes its parameters. ``hidden`` [0, hidden] has the dtype and device of
+    hidden states; ``num_tokens`` are those of the largest step.
     """
 
     def __init__(self, num_seats: int, shape: Bucket, mask: int, hidden: Tensor, ops: Ops, num_tokens: int) -> None:
@@ -75,7 +68,6 @@ class Seats:
             self.storage.hidden[self.hidden_row(sequence, window_start)].copy_(sequence.last_hidden)
 
     def release(self, sequence: Sequence) -> None:
-        """Frees a sequence's seat, if it has one."""
         if (seat := self.of.pop(sequence, None)) is not None:
             self._free.append(seat.index)
 

@@ -28,8 +28,6 @@ from lopa_ascend.types import ModelProperties
 
 
 class _Compiled(Protocol):
-    """A launcher."""
-
     @property
     def bucket(self) -> Bucket | PassShape: ...
 
@@ -52,11 +50,9 @@ class GraphPlan:
     """An engine's graphs, none compiled yet, and their compiler."""
 
     shape: Bucket
-    """The largest sizes of all steps."""
     steps: tuple[Bucket, ...]
     """Decode steps, cheapest first; none for a causal model."""
     forwards: tuple[PassShape, ...]
-    """Forward passes of a causal model."""
     compiler: Compiler
 
     @property
@@ -99,12 +95,8 @@ def plan_graphs(
     max_tokens: int,
     max_queries: int | None = None,
 ) -> GraphPlan:
-    """Chooses the buckets of an engine and loads its compiler.
-
-    Args:
-        identity: what graphs depend on besides the configuration; its ``repr`` tells cached graphs apart.
-        max_tokens: most tokens of a step on a rank.
-        max_queries: see ``Ops``.
+    """Chooses the buckets of an engine and loads its compiler. The ``repr`` of ``identity`` tells cached graphs apart,
+    beside the configuration.
 
     Raises:
         GraphError: the graph mode has no room for so many graphs.
@@ -218,7 +210,6 @@ def _largest_first(launchers: Iterable[L]) -> list[L]:
 
 
 def _announced(plan: GraphPlan, launchers: list[L], model: Model) -> Iterable[L]:
-    """The launchers, with a progress bar."""
     compiler, count, num_layers = plan.compiler, len(launchers), model.config.num_layers
     if compiler.warning is not None:
         logger.warning(compiler.warning, count)

@@ -1,7 +1,7 @@
 """Tensors of declared dtype and shape, one after the other in one piece of memory.
 
-A group of tensors is a NamedTuple whose fields carry their declarations, as ``Annotated[Tensor, int32("sequences")]``.
-Dimensions have the names of a bucket's sizes.
+A group is a NamedTuple whose fields carry their declarations, as ``Annotated[Tensor, int32("sequences")]``. Dimensions
+have the names of a bucket's sizes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ class Sizes(Protocol):
 
 
 class Spec(NamedTuple):
-    """A tensor's declaration."""
-
     dims: str
     """E.g. "sequences cells"."""
     dtype: torch.dtype
@@ -51,7 +49,6 @@ def specs(group: type) -> dict[str, Spec]:
 
 
 def num_elements(group: type, bucket: Sizes) -> int:
-    """Elements of all tensors of a group."""
     return sum(math.prod(bucket.shape(spec.dims)) for spec in specs(group).values())
 
 

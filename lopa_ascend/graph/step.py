@@ -38,15 +38,9 @@ class DecodeStep:
         self._blocks_shape, self._entries_per_row = bucket.shape("sequences slots blocks"), len(bucket.entry_lengths)
 
     def __call__(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int] | Tensor) -> Tensor:
-        """Runs the step; it is what a compiler compiles.
-
-        Args:
-            tensors: see ``tensors.flatten``.
-            kv_lengths: keys that each attention entry sees [A]; see ``Entries``.
-
-        Returns:
-            A ``StepOutput`` as int32, one tensor after the other; see ``tensors.view_output``.
-        """
+        """Runs the step; it is what a compiler compiles. ``tensors``: see ``tensors.flatten``; ``kv_lengths``: keys
+        that each attention entry sees [A]. Returns a ``StepOutput`` as int32, one tensor after the other
+        (``tensors.view_output``)."""
         (launch, params, inputs), constants, storage, _ = self._unflatten(tensors)[0]
         ops = self.model.ops
         rows, layout, hidden = self.hidden(tensors, kv_lengths)
@@ -123,10 +117,8 @@ class DecodeStep:
 
     def _gather(self, scored: Sequence[Tensor]) -> tuple[policy.Predicted, list[Tensor]]:
         """The predictions of all branch-parallel groups [S, B, C], and the tensors that they lie in, as int32. Branch i
-        has slot i div size of group i mod size.
-
-        ``scored``: this group's token ids, probabilities and, if they differ from these, confidences [S, R, C].
-        """
+        has slot i div size of group i mod size. ``scored``: this group's token ids, probabilities and, if they differ
+        from these, confidences [S, R, C]."""
         ids, *others = scored
         whole = float_bits(scored)
         if self.bp.size > 1:

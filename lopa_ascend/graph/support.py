@@ -10,10 +10,8 @@ from lopa_ascend.graph.buckets import MAX_EOS, Bucket
 
 
 def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, compiled: GraphParams) -> str | None:
-    """The field of a request that no graph of this shape supports; None if graphs can decode the request.
-
-    Each field of ``DecodingParams`` declares which values graphs support. ``num_ends``: token ids that end the request.
-    """
+    """The field of a request that no graph of this shape supports; None if graphs can decode the request. Each field of
+    ``DecodingParams`` declares which values graphs support. ``num_ends``: token ids that end the request."""
     sizes: dict[str, tuple[float, int]] = {  # (what the request needs, what the graphs hold)
         # A graph computes the number of its branches itself; the host cannot choose it.
         "num_branches": (math.inf if request.is_auto else 1 + request.lookaheads, shape.branches),
@@ -43,10 +41,8 @@ def _decodes(compiled: GraphParams, request: DecodingParams, name: str) -> bool:
 
 def with_fixed_branches(request: DecodingParams, num_ends: int, shape: Bucket, compiled: GraphParams) -> DecodingParams:
     """Gives a request with ``num_branches`` "auto" a fixed number of lookahead branches, so that graphs can decode it.
-
     Only with ``branch_acceptance`` "exact", which makes the tokens independent of the number of branches, and only if
-    graphs can decode the result. Any other request is returned as it is.
-    """
+    graphs can decode the result. Any other request is returned as it is."""
     max_lookaheads = shape.branches - 1
     is_exact = request.branch_acceptance == compiled.branch_acceptance == "exact"
     if not (request.is_auto and is_exact and max_lookaheads):

@@ -1,7 +1,5 @@
 """The window of a sequence in a compiled step: which generated blocks it must hold, and where positions lie in it.
-
-Blocks are numbered from 0 at the sequence's origin (``ModelProperties.origin``).
-"""
+Blocks are numbered from 0 at the sequence's origin (``ModelProperties.origin``)."""
 
 from __future__ import annotations
 
@@ -13,11 +11,9 @@ from lopa_ascend.decode.strategy import Strategy
 
 
 def next_window(sequence: Sequence, *, in_flight: bool) -> range:
-    """The smallest safe window of the next step: the blocks that it must be able to hold, at least one.
-
-    ``in_flight``: a launched step has not been read. Its plan is known, but not its winner: the branch with most blocks
-    counts, and may open another one.
-    """
+    """The smallest safe window of the next step: the blocks that it must be able to hold, at least one. ``in_flight``:
+    a launched step has not been read. Its plan is known, but not its winner: the branch with most blocks counts, and
+    may open another one."""
     strategy, plan = sequence.strategy, sequence.next_pass
     start = num_blocks(strategy, plan.start + plan.num_new if in_flight else plan.start)
     num_opened = max(num_blocks(strategy, row.end) for row in plan.rows)
@@ -25,13 +21,12 @@ def next_window(sequence: Sequence, *, in_flight: bool) -> range:
 
 
 def block_rows(sequence: Sequence, window: range, *, in_flight: bool, slots: int, num_groups: int) -> tuple[int, ...]:
-    """For each block of the next step's window, how many slots may have to compute it; see ``policy/packed.py``.
+    """For each block of the next step's window (``next_window``), how many of a sequence's ``slots`` on a rank may have
+    to compute it; see ``policy/packed.py``.
 
     While a step is in flight it is unknown which masks the next lookahead branches will fill. But each fills another
     mask, so up to each block they are at most the anchor's masks there now, less the one that the step in flight fills
     at least.
-
-    ``window`` is from ``next_window``; ``slots`` are a sequence's on one rank.
     """
     if num_groups > 1:
         return (slots,) * len(window)
@@ -48,7 +43,6 @@ def block_rows(sequence: Sequence, window: range, *, in_flight: bool, slots: int
 
 
 def end_of_blocks(sequence: Sequence, count: int) -> int:
-    """The position after the first ``count`` generated blocks."""
     request = sequence.request
     return min(request.origin + count * request.params.block_size, request.limit)
 

@@ -44,11 +44,9 @@ def bind_attend(module: GraphModule) -> None:
 
 
 def bind_rows(module: GraphModule, ops: Ops) -> None:
-    """Adds the input ``rows`` to a graph: tokens whose hidden states are wanted, int64 [R], or None for all.
-
-    If no token depends on another after the last attention, only these rows are computed from there on; otherwise they
-    are taken at the end.
-    """
+    """Adds the input ``rows`` to a graph: tokens whose hidden states are wanted, int64 [R], or None for all. If no
+    token depends on another after the last attention, only these rows are computed from there on; otherwise they are
+    taken at the end."""
     graph, rows = module.graph, _input(module, "rows")
     (output,) = graph.find_nodes(op="output")
     last = graph.find_nodes(op="call_function", target=call_attend)[-1]
@@ -67,7 +65,6 @@ def bind_rows(module: GraphModule, ops: Ops) -> None:
 
 
 def _input(module: GraphModule, name: str) -> Node:
-    """Adds an input after the others."""
     with module.graph.inserting_after(module.graph.find_nodes(op="placeholder")[-1]):
         return module.graph.placeholder(name)
 

@@ -20,14 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class FusedModel:
-    """A model in plain torch, on one rank (``model.base.Model``).
+    """A model in plain torch, on one rank (``model.base.Model``). ``graph(tokens, positions, attend, rows)`` gives the
+    hidden states; ``head`` is the LM head's weight and bias, not yet stored as the backend wants them.
 
     One graph serves all steps: it holds for any number of tokens, so an eager step runs it as it is, and a compiled
     step is compiled from it for the tokens of its bucket. So both compute the same, and the weights are there once.
-
-    Args:
-        graph: ``graph(tokens, positions, attend, rows)`` gives the hidden states.
-        head: weight and bias of the LM head, not yet stored as the backend wants them.
     """
 
     properties: ModelProperties = DREAM
@@ -63,15 +60,11 @@ class FusedModel:
 def fuse_model(
     config: ModelConfig, module: nn.Module, trace: Trace, tensors: dict[str, Tensor], ops: Ops
 ) -> FusedModel:
-    """A plain model with its weights, fused.
+    """A plain model with its weights, fused. The log says in one line what was fused and what was not, as a warning if
+    something resembled a fused op and was left; the whole report is at level DEBUG.
 
-    The log says in one line what was fused and what was not: as a warning if something resembled a fused op and was
-    left. The whole report is logged at level DEBUG.
-
-    Args:
-        module: the model; its own tensors are not used, but for buffers that no checkpoint holds.
-        tensors: parameters and persistent buffers by name, on the device. It is emptied, so that a weight's memory is
-            free as soon as the weight is packed.
+    ``module``'s own tensors are not used, but for buffers that no checkpoint holds. ``tensors`` has parameters and
+    persistent buffers on the device; it is emptied, so that a weight's memory is free once the weight is packed.
     """
     saved = module.state_dict().keys()
     tensors |= {name: buffer.to(ops.device) for name, buffer in module.named_buffers() if name not in saved}

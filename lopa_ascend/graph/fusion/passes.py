@@ -1,7 +1,5 @@
-"""The fusion passes, in order: later ones build on the results of earlier ones.
-
-The last one adds ops that write into an argument, so no pass may move a node after it.
-"""
+"""The fusion passes, in order: later ones build on the results of earlier ones. The last one adds ops that write into
+an argument, so no pass may move a node after it."""
 
 from __future__ import annotations
 
@@ -104,7 +102,6 @@ def dies_at(node: Node, reader: Node, roots: Mapping[Node, frozenset[Node]]) -> 
 
 
 def rewrite_add_rms_norm(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """RMSNorm of a sum."""
     both = rewriter.call(rewriter.ops.add_rms_norm, *summands(rewriter, match), match["weight"], match["eps"])
     normed, total = rewriter.parts(both, 2)
     return total, normed
@@ -139,7 +136,6 @@ def pack_linears(rewriter: Rewriter) -> list[Change]:
 
 
 def pack_group(rewriter: Rewriter, x: Node, group: list[Node]) -> Change:
-    """Packs linear layers of the input ``x``."""
     group = sorted(group, key=lambda node: aten.silu.default not in {user.target for user in node.users})
     names = tuple(node.name for node in group)
     line = source_line(group[0])
@@ -169,7 +165,6 @@ def pack_group(rewriter: Rewriter, x: Node, group: list[Node]) -> Change:
 
 def keep_contiguous(rewriter: Rewriter, layers: Sequence[Node]) -> None:
     """Inserts a contiguous copy where the graph returns a view of a result of ``layers``, or a foreign op reads one.
-
     Packing makes these results slices, whose views are no longer contiguous; callers and foreign kernels may need that.
     """
     roots = memory_roots(rewriter.graph, rewriter.ops)
@@ -225,7 +220,6 @@ SWIGLU = Either(
 
 
 def rewrite_swiglu(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """SiLU of the first half times the second half."""
     if "x" not in match.bound:
         raise NotFused("gate and up are not the halves of one tensor")
     return [rewriter.call(rewriter.ops.swiglu, match["x"])]

@@ -92,15 +92,9 @@ class Some(Pattern):
 
 
 class Call(Pattern):
-    """A call.
-
-    Args:
-        target: the op, or a tuple of ops of which any will do.
-        args: patterns for the first arguments; the others must have the op's defaults.
-        name: binds the node.
-        commutes: the first two arguments may be exchanged.
-        shared: the node may be used elsewhere too.
-    """
+    """A call of the op ``target``, or of any in a tuple. Arguments after ``args`` must have the op's defaults. ``name``
+    binds the node; ``commutes``: the first two arguments may be exchanged; ``shared``: the node may be used elsewhere
+    too."""
 
     def __init__(self, target: Any, *args: Any, name: str | None = None, commutes: bool = False, shared: bool = False):
         self.targets = target if isinstance(target, tuple) else (target,)
@@ -121,8 +115,6 @@ class Call(Pattern):
 
 
 class Either(Pattern):
-    """Any of several patterns, in this order."""
-
     def __init__(self, *patterns: Any):
         self.patterns = patterns
 
@@ -132,8 +124,6 @@ class Either(Pattern):
 
 
 class Cast(Pattern):
-    """A pattern, cast to another dtype or not."""
-
     def __init__(self, inside: Any):
         self.inside = inside
 

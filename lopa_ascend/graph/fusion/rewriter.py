@@ -83,7 +83,6 @@ class Rewriter:
         return found
 
     def tensor(self, node: Node) -> Tensor:
-        """The tensor that a constant node reads."""
         held: Tensor = attribute(self.module, node)
         return held.detach()
 
@@ -91,11 +90,8 @@ class Rewriter:
         self, match: Match, outputs: Sequence[Node], build: Callable[[Match], Sequence[Node]]
     ) -> tuple[str, ...]:
         """Replaces ``outputs`` by the nodes that ``build`` makes before the first of them, one for each. Returns the
-        outputs' names.
-
-        Raises:
-            NotFused: by ``build``, or because an intermediate result is used elsewhere, or an input is computed later.
-        """
+        outputs' names. NotFused by ``build``, or if an intermediate result is used elsewhere, or an input is computed
+        later."""
         inside = set(match.inside)
         for node in match.inside:
             elsewhere = [user for user in node.users if user not in inside]

@@ -19,7 +19,6 @@ FIRST, SECOND = Half(X, 0), Half(X, 1)
 
 
 def product(a: Any, b: Any) -> Call:
-    """The pattern of a product in either order."""
     return Call(aten.mul.Tensor, a, b, commutes=True)
 
 
@@ -139,7 +138,6 @@ class Rope:
         return first, second
 
     def _formed(self, rewriter: Rewriter, cos: Node, sin: Node, tokens: int, half: int) -> tuple[Node, Node]:
-        """Tables of cosines and sines that the graph computes."""
         last = max(cos, sin)
         with rewriter.graph.inserting_before(last.next if last.op == "call_function" else rewriter.first_call()):
             rows = []

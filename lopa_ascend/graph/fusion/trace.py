@@ -49,8 +49,6 @@ ATTEND = torch.ops.lopa_ascend.attend.default
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced model, without its weights."""
-
     graph: Graph
     """Inputs are ``tokens`` and ``positions``; parameters and buffers are attributes by their names in the module."""
     constants: Mapping[str, Tensor]
@@ -94,12 +92,9 @@ class _Exported(nn.Module):
 
 
 def trace(module: nn.Module, config: ModelConfig, device: torch.device) -> Trace:
-    """Traces a plain model for a device; nothing is computed, and the parameters may be on the meta device.
-
-    Raises:
-        ModelError: no graph of ``forward`` holds for any number of tokens from two on; the message names the line. A
-            step of one token runs the same graph.
-    """
+    """Traces a plain model for a device; nothing is computed, and the parameters may be on the meta device. ModelError
+    names the line if no graph of ``forward`` holds for any number of tokens from two on. A step of one token runs the
+    same graph."""
     name = config.model_type
     twin = copy.deepcopy(module)
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), torch.no_grad(), warnings.catch_warnings():

@@ -33,10 +33,8 @@ def advance(
     constants: Constants,
     branch_acceptance: str = "published",
 ) -> tuple[State, Tensor]:
-    """The state after the step, and each sequence's winning branch, int64 [S].
-
-    ``branch_acceptance``: see ``DecodingParams``; each lookahead branch has one token of its own.
-    """
+    """The state after the step, and each sequence's winning branch, int64 [S]. ``branch_acceptance``: see
+    ``DecodingParams``; each lookahead branch has one token of its own."""
     filled = fills(rows, predicted, params, constants)
     beats = _scores_higher(rows, predicted, constants)
     if branch_acceptance != "published":
@@ -117,10 +115,8 @@ def _is_next(
     """Whether a row is what D2F would compute in its next pass, while nothing is committed in between, bool [S, B].
 
     The window begins with the first block that was not final before the last step's fills. So there is no commit in
-    this pass, nor in D2F's next one, as long as that block has masks.
-
-    ``after_anchor``: the anchor's token ids with its fills, int32 [S, C]; ``anchor``: its number in each sequence,
-    int64 [S].
+    this pass, nor in D2F's next one, as long as that block has masks. ``after_anchor``: the anchor's token ids with its
+    fills, int32 [S, C]; ``anchor``: its number in each sequence, int64 [S].
     """
     num_opened = rows.num_opened_blocks.gather(1, anchor[:, None])
     has_its_tokens = ~(rows.tokens != after_anchor[:, None]).any(-1)
@@ -151,11 +147,8 @@ def _of_branch(x: Tensor, branch: Tensor) -> Tensor:
 def _candidates(
     is_open: Tensor, confidences: Tensor, launch: Launch, params: RequestParams, constants: Constants
 ) -> Tensor:
-    """The cells that the next lookahead branches fill, int32 [S, B]: the most confident of the masked cells, the
-    earlier one among equals; -1 for the anchor and for padding.
-
-    ``is_open``: the cells that are still masked, bool [S, C]; ``confidences``: the winner's, float32 [S, C].
-    """
+    """The cells that the next lookahead branches fill, int32 [S, B]: the most confident of the masked cells ``is_open``
+    [S, C] by the winner's ``confidences`` [S, C], the earlier one among equals; -1 for the anchor and for padding."""
     confidences = torch.where(is_open, confidences, constants.no_confidence)
     mine, others = confidences[:, :, None], confidences[:, None]
     is_ahead = (mine > others) | ((mine == others) & constants.cell_precedes)

@@ -11,7 +11,8 @@ from lopa_ascend.graph.spec import boolean, float32, int32
 
 
 class Launch(NamedTuple):
-    """What the host says of each sequence when it launches a step."""
+    """What the host says of each sequence when it launches a step, with the numbers of the window's cells
+    and blocks."""
 
     seats: Annotated[Tensor, int32("sequences")]
     """Rows in the packed states; padding rows have seats that are never assigned."""
@@ -22,9 +23,7 @@ class Launch(NamedTuple):
     """Content of cells that the last window did not have: the mask, or for a cell without a position a token that is
     neither the mask nor an end. -1 for all other cells."""
     cells: Annotated[Tensor, int32("sequences cells")]
-    """Numbers of the window's cells."""
     blocks: Annotated[Tensor, int32("sequences blocks")]
-    """Numbers of the window's blocks."""
     max_opened_blocks: Annotated[Tensor, int32("sequences")]
     slot_mapping: Annotated[Tensor, int32("sequences slots cells")]
     """Flat cache position of each cell in each slot; a padding position if the cell must not be written."""
@@ -116,11 +115,9 @@ def unpack_state(states: Tensor, launch: Launch, max_cells: int) -> State:
 
 
 def pack_state(state: State, max_cells: int) -> Tensor:
-    """A row for each sequence, float32 with the bits of int32, because an NPU scatters rows of floats only.
-
-    The columns are the tokens and the guesses of the window, each filled up to ``max_cells``, the numbers of opened
-    blocks, and the lookahead cells.
-    """
+    """A row for each sequence, float32 with the bits of int32, because an NPU scatters rows of floats only. The columns
+    are the tokens and the guesses of the window, each filled up to ``max_cells``, the numbers of opened blocks, and the
+    lookahead cells."""
     num_cells = state.tokens.shape[1]
     filler = state.tokens[:, :1].expand(-1, max_cells - num_cells)
     parts = [state.tokens, filler, state.guesses, filler, state.num_opened_blocks, state.lookahead_cells]
