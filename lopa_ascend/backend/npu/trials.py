@@ -21,7 +21,7 @@ from lopa_ascend.config import ExpertsConfig
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 
 MAX_INNER, MAX_OUTPUTS = 256, 4096
-"""Largest widths of an expert and of an int8 product that a start tries: larger ones would take seconds."""
+"""Largest tried widths of an expert and of an int8 product: larger ones would take seconds."""
 SPARE_ROWS = 32
 """Drawn at a time beside twice as many rows as are needed."""
 NORM_ROPE = "norm_rope"
@@ -246,12 +246,7 @@ def int8_trials(ops: NpuOps, shape: LayerShape, random: Random) -> Iterator[Tria
 def experts_trial(
     ops: NpuOps, random: Random, sizes: ExpertsConfig, hidden: int, tokens: int, *, is_int8: bool
 ) -> Trial:
-    """A mixture of experts.
-
-    Args:
-        sizes: of the whole model.
-        tokens: rows, each of which clearly ranks its experts.
-    """
+    """A mixture of experts. ``sizes`` are the whole model's; each of ``tokens`` rows clearly ranks its experts."""
     experts = random_experts(random, sizes, hidden)
     x = ranked_rows(random, experts, tokens)
     if is_int8:
@@ -309,7 +304,7 @@ def ranked_rows(random: Random, experts: Experts, tokens: int) -> Tensor:
 
 
 def _gap(ranked: Tensor, taken: int) -> Tensor:
-    """By row, how far the last of the values that are taken lies above the next one."""
+    """By row, how far the last of the taken values lies above the next one."""
     if taken == ranked.shape[1]:
         return torch.full((len(ranked),), torch.inf)
     return ranked[:, taken - 1] - ranked[:, taken]
