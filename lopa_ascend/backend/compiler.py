@@ -82,16 +82,13 @@ class Compiler(ABC):
             )
 
     def compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Run:
-        """Compiles the step of a bucket. This launches the step, so it writes into the tensors.
-
-        Args:
-            tensors: what the step is called with, now and at every launch.
-            kv_lengths: for this launch, each at least 2; later ones may differ, but not their number.
+        """Compiles the step of a bucket. This launches the step, so it writes into ``tensors``, with which it is called
+        at every launch. ``kv_lengths``, each at least 2 (ValueError), are for this launch; later ones may differ, but
+        not their number.
 
         Raises:
             GraphError: the compiler is frozen or full, the device has no room for another graph or no memory for the
                 step, or KV lengths go elsewhere than to the attention.
-            ValueError: a KV length is less than 2.
         """
         if self._frozen:
             self.num_refused += 1

@@ -125,12 +125,9 @@ class Device(ABC):
     # ---- computing -------------------------------------------------------------------------------------------------
 
     def load_ops(self, config: EngineConfig) -> Ops:
-        """Opens the device as ``open`` does, and loads its fused ops.
-
-        Raises:
-            ParameterError, UnsupportedStackError: as ``open``; or the device has no such ``attention_layout``, no
-                memory of its own for ``gpu_memory_utilization``, or its software cannot run the graph mode.
-        """
+        """Opens the device as ``open`` does, and loads its fused ops. Raises like ``open``; also if the device has no
+        such ``attention_layout``, no memory of its own for ``gpu_memory_utilization``, or its software cannot run the
+        graph mode."""
         if config.gpu_memory_utilization is not None and self.on_host:
             message = "needs a GPU or an NPU: here the memory is that of the machine; choose kv_cache_memory"
             raise ParameterError("gpu_memory_utilization", message)
@@ -162,11 +159,8 @@ class Device(ABC):
         self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool, codes: str | None
     ) -> tuple[Ops, str]:
         """The ops of an attention layout that computes rightly, and the layout. The other kernels were tried too.
-
-        Args:
-            model: with the dtype of queries and keys.
-            max_keys: positions of the longest sequence.
-            codes: as for ``check_model``.
+        ``model`` has the dtype of queries and keys; ``max_keys`` is the longest sequence's positions; ``codes``: see
+        ``check_model``.
 
         Raises:
             WrongKernelError: a kernel is wrong, attention in every layout; names it, its shape and its error.

@@ -29,11 +29,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 class GraphCache:
     """A directory for compiled steps, which is made if it does not exist; None: a temporary one, deleted with this
-    object.
-
-    Raises:
-        ParameterError: others could have written, or can write, what would run; or it is no directory that this user
-            can write to.
+    object. ParameterError if others could have written, or can write, what would run, or this user cannot write there.
     """
 
     def __init__(self, directory: Path | None):

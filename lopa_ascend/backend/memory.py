@@ -55,10 +55,8 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one before it, says that a device or this machine had no memory.
-
-    The texts count as well: torch raises a plain RuntimeError on a CPU, and torch_npu for the workspace of a kernel.
-    """
+    """Whether an error, or one before it, says that a device or this machine had no memory. The texts count as well:
+    torch raises a plain RuntimeError on a CPU, and torch_npu for the workspace of a kernel."""
     return any(
         isinstance(cause, MemoryError) or "out of memory" in str(cause) or "can't allocate memory" in str(cause)
         for cause in causes(error)

@@ -1,5 +1,5 @@
-"""Known answers of a model: an engine must repeat what a CPU answered to some prompts before it serves. ``python -m
-scripts.eval answers`` writes such a file.
+"""Known answers of a model: an engine must repeat what a CPU answered to some prompts before it serves. The command
+``python -m scripts.eval answers`` writes such a file.
 
 On another device rounding may decide a near-tie differently, so only the first ``exact`` tokens of an answer are
 compared.

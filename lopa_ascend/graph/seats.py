@@ -34,7 +34,7 @@ class Seats:
 
     ``params`` of all seats are on the host, ``storage`` with states and hidden states on the device. ``num_taken``
     counts how often a seat was taken, which writes its parameters. ``hidden`` [0, hidden] has the dtype and device of
-    hidden states; ``num_tokens`` are those of the largest step.
+    hidden states; ``num_tokens`` is the largest step's tokens.
     """
 
     def __init__(self, num_seats: int, shape: Bucket, mask: int, hidden: Tensor, ops: Ops, num_tokens: int) -> None:

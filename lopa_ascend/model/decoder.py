@@ -108,9 +108,9 @@ class Decoder:
         return stored
 
     def _with_halves(self, name: str, weight: Tensor) -> Tensor:
-        """A tensor of a layer with rows in the order of ``Ops.rope``, which rotates the pairs (x[i], x[i + head_dim /
-        2]). If only the first elements of a head are rotated, their pairs lie nearer together in the checkpoint.
-        Products of queries and keys do not depend on the order of the elements of both."""
+        """A tensor of a layer with rows in the order of ``Ops.rope``, which rotates the pairs (x[i],
+        x[i + head_dim / 2]). If only the first elements of a head are rotated, their pairs lie nearer together in the
+        checkpoint. Products of queries and keys do not depend on the order of the elements of both."""
         dim, rotary = self.config.head_dim, self.config.rotary_dim
         part = name.split(".")[-2]
         if rotary == dim or part not in ("qkv", "q_norm", "k_norm"):

@@ -9,9 +9,9 @@ A step's attention is planned once, for all layers, and then takes few calls of 
 
 Causal entries see the keys after their prefix through a mask over whole pages.
 
-In a batch the H / K query heads that share a KV head are one long query. So q [T, H, D] is seen as T * K query rows [H
-/ K, D], one for each token and KV head. They come in three orders: token order (token, KV head), as they lie in q; own
-order (batch, entry, KV head, token), by the batches of the own part; and prefix order, by those of the prefix part.
+In a batch the H / K query heads of one KV head are one long query. So q [T, H, D] is seen as T * K query rows
+[H / K, D], one for each token and KV head. They come in three orders: token order (token, KV head), as they lie in q;
+own order (batch, entry, KV head, token), by the batches of the own part; and prefix order, by those of the prefix part.
 """
 
 from __future__ import annotations
@@ -222,11 +222,9 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 def merge_partial_attention_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Merges the attention ``other`` of queries to a second set of keys into ``out``, [R, H / K, D] each, by the
-    log-sum-exps, float32 [R, H / K].
-
-    Every operation but exp rounds once, so a value does not depend on its place in the tensor. sigmoid would give other
-    bits if the end of the tensor, or of a thread's share of it, does not fill a vector; exp does not.
-    """
+    log-sum-exps, float32 [R, H / K]. Every operation but exp rounds once, so a value does not depend on its place in
+    the tensor. sigmoid would give other bits if the end of the tensor, or of a thread's share of it, does not fill a
+    vector; exp does not."""
     share = 1 / (1 + (lse - other_lse).exp())
     wide = out.float()
     torch.add(other.float().sub_(wide).mul_(share[..., None]), wide, out=out)

@@ -1,8 +1,5 @@
 """Mixtures of experts on a CPU: the experts of each token, the pairs of tokens and experts sorted by expert, and the
-weighted sum of the experts' outputs.
-
-Every step has a fixed order within a row, so no row depends on the others.
-"""
+weighted sum of the experts' outputs. Every step has a fixed order within a row, so no row depends on the others."""
 
 from __future__ import annotations
 
@@ -46,8 +43,8 @@ def by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
 
 
 def combined(outputs: Tensor, pairs: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sums [T, hidden] of the experts' outputs, in float32, rounded once. ``outputs`` [T * per_token,
-    hidden] are sorted by expert; ``pairs`` are from ``by_expert``; ``weights`` are [T, per_token]."""
+    """The weighted sums [T, hidden] of the experts' outputs, in float32, rounded once. ``outputs``
+    [T * per_token, hidden] are sorted by expert; ``pairs`` are from ``by_expert``; ``weights`` are [T, per_token]."""
     places = pairs.argsort().view(weights.shape)
     total = torch.zeros(len(weights), outputs.shape[1])
     for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):

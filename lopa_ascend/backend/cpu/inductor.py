@@ -32,10 +32,8 @@ class Inductor(CachingCompiler):
     """Fuses the operations between matrix products and attention, which stay as they are.
 
     ``directory`` is inductor's own cache, for the whole process; None: inductor's default, or a temporary one if others
-    may write there. It keeps compiled code; steps are traced again in every process.
-
-    Raises:
-        ParameterError: others may write to ``directory``.
+    may write there. It keeps compiled code; steps are traced again in every process. ParameterError if others may write
+    to it.
     """
 
     mode = "inductor"

@@ -26,11 +26,8 @@ from lopa_ascend.backend.interface import FP8, Entries, Experts, Int4Weight, Sha
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep the memory that a step frees for the next step.
-
-    A step's tensors are just above the size from which glibc returns memory to the system, and every step would take
-    page faults to get it back.
-    """
+    """Makes glibc keep the memory that a step frees for the next step: a step's tensors are just above the size from
+    which glibc returns memory to the system, and every step would take page faults to get it back."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mmap_threshold, trim_threshold = -3, -1
@@ -48,12 +45,9 @@ def quantize_float32_(x: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tenso
 
 
 class CpuOps:
-    """``Ops`` on a CPU.
-
-    Args:
-        packs_weights: ``packed`` packs weights if that is faster. Compiled steps cannot read packed weights.
-        multiply_blocks: a linear layer with weights in blocks, with independent rows; None: weights are not packed so.
-    """
+    """``Ops`` on a CPU. ``packs_weights``: ``packed`` packs weights if that is faster, but compiled steps cannot read
+    them. ``multiply_blocks``: a linear layer with weights in blocks, with independent rows; None: weights are not
+    packed so."""
 
     row_stats = None
     rope_and_write = None

@@ -52,11 +52,9 @@ def emulated_dtypes() -> frozenset[torch.dtype]:
 
 
 def packed_dtypes() -> frozenset[torch.dtype]:
-    """Dtypes in which products with packed weights are faster on this processor.
-
-    oneDNN multiplies packed weights, and MKL plain float32 ones. On an AMD EPYC with AVX-512 (Zen 5) MKL reached less
-    than half of oneDNN's speed; on Intel's processors the two were not compared, and MKL is kept.
-    """
+    """Dtypes in which products with packed weights are faster on this processor. oneDNN multiplies packed weights, and
+    MKL plain float32 ones. On an AMD EPYC with AVX-512 (Zen 5) MKL reached less than half of oneDNN's speed; on Intel's
+    processors the two were not compared, and MKL is kept."""
     if not IS_X86 or not torch.backends.mkldnn.is_available():
         return frozenset()
     dtypes = set()

@@ -48,9 +48,9 @@ def divides_into_blocks(weight: Tensor) -> bool:
 
 
 def in_blocks(weight: Tensor) -> Tensor:
-    """Weights [..., out, in] in bfloat16 in the order in which the kernel in C++ reads them: [..., out / BLOCK, in /
-    BLOCK, BLOCK, BLOCK]. A block has two halves of its outputs, with a row for each pair of inputs, and in it that pair
-    of each output."""
+    """Weights [..., out, in] in bfloat16 in the order in which the kernel in C++ reads them. The result is
+    [..., out / BLOCK, in / BLOCK, BLOCK, BLOCK]. A block has two halves of its outputs, with a row for each pair of
+    inputs, and in it that pair of each output."""
     *rest, outputs, inputs = weight.shape
     lanes, pairs = BLOCK // 2, weight.contiguous().view(torch.int32)
     blocks = pairs.view(-1, 2, lanes, inputs // BLOCK, lanes).permute(0, 3, 1, 4, 2).contiguous()
@@ -78,11 +78,8 @@ def takes_packed(dtype: torch.dtype) -> bool:
 
 
 class Products:
-    """The linear layers of one process.
-
-    ``emulated`` dtypes are multiplied in float32. ``multiply`` is the library's linear layer, for weights that are not
-    packed.
-    """
+    """The linear layers of one process. ``emulated`` dtypes are multiplied in float32; ``multiply`` is the library's
+    linear layer, for weights that are not packed."""
 
     def __init__(self, emulated: Iterable[torch.dtype], multiply: Multiply):
         self._emulated = frozenset(emulated)

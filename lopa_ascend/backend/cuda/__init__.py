@@ -1,8 +1,5 @@
-"""The CUDA backend: the only package that imports Triton.
-
-With ``TRITON_INTERPRET=1`` in the environment Triton interprets the kernels on tensors of the CPU. Then this backend
-needs no GPU, and is slow: so its tests run.
-"""
+"""The CUDA backend: the only package that imports Triton. With ``TRITON_INTERPRET=1`` in the environment Triton
+interprets the kernels on tensors of the CPU, as its tests do: then this backend needs no GPU, and is slow."""
 
 from __future__ import annotations
 

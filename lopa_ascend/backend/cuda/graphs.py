@@ -170,11 +170,9 @@ def _on_device(kv_lengths: Sequence[int], tensors: Sequence[Tensor]) -> Tensor:
 
 
 class CudaGraphRun:
-    """A ``Run`` that replays a captured step with other KV lengths.
-
-    ``launch``, the captured function, holds the tensors whose memory the graph uses. A replay leaves its result in
-    ``output`` and reads KV lengths from ``lengths``, int32, which hold ``kv_lengths`` now.
-    """
+    """A ``Run`` that replays a captured step with other KV lengths. ``launch``, the captured function, holds the
+    tensors whose memory the graph uses. A replay leaves its result in ``output`` and reads KV lengths from ``lengths``,
+    int32, which hold ``kv_lengths`` now."""
 
     def __init__(
         self, launch: Launch, replay: Callable[[], None], output: Tensor, lengths: Tensor, kv_lengths: list[int]

@@ -292,8 +292,9 @@ def multiply_experts(
     SHARE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the products of pairs of a token and an expert, with the transpose of that expert's weight [outputs,
-    inputs]. A tile has pairs of one expert. It reads row pair / SHARE of x, and writes the pair's row of ``out``.
+    """A tile of the products of pairs of a token and an expert, with the transpose of that expert's weight
+    [outputs, inputs]. A tile has pairs of one expert. It reads row pair / SHARE of x, and writes the pair's row of
+    ``out``.
 
     scales: of the rows of x, float32, if x and the weight are int8; then ``weight_scales`` are [EXPERTS, outputs].
     order: the pairs, sorted by expert [pairs]. ends: how many pairs the experts up to each have together, int32

@@ -1,8 +1,6 @@
-"""The fused ops on an NVIDIA GPU: cuBLAS for float products, Triton kernels for the rest.
-
-KV lengths, page tables and cache positions lie in device memory, where the kernels read them. So a captured step takes
-other KV lengths without being changed.
-"""
+"""The fused ops on an NVIDIA GPU: cuBLAS for float products, Triton kernels for the rest. KV lengths, page tables and
+cache positions lie in device memory, where the kernels read them. So a captured step takes other KV lengths without
+being changed."""
 
 from __future__ import annotations
 
@@ -390,13 +388,9 @@ def _expert_products(
     share: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """A row for each pair of a token and an expert -> [pairs, outputs].
-
-    Args:
-        x: a row for ``share`` pairs that follow one another, and its scale if it is int8.
-        weight: of all experts [E, outputs, inputs], and the scales of its outputs if it is int8.
-        pairs: ``order`` and ``ends`` of ``kernels.multiply_experts``.
-    """
+    """A row for each pair of a token and an expert -> [pairs, outputs]. x: a row for ``share`` pairs that follow one
+    another, and its scale if it is int8. weight: of all experts [E, outputs, inputs], and the scales of its outputs if
+    it is int8. pairs: ``order`` and ``ends`` of ``kernels.multiply_experts``."""
     (rows, scales), (order, ends) = x, pairs
     number, outputs, inputs = weight[0].shape
     count = len(order)

@@ -27,12 +27,9 @@ KV_LENGTHS = "actual_seq_lengths_kv"
 
 
 class Graph(npu.NPUGraph):  # type: ignore[misc]
-    """An ACL graph that can be captured and replayed in inference mode and outside it.
-
-    All graphs of a device share the two tensors of its random state. torch_npu 2.10 makes them at the first capture, in
-    that capture's mode, and fills them at each capture and replay. Outside inference mode it could not fill tensors
-    that were made in it.
-    """
+    """An ACL graph that can be captured and replayed in inference mode and outside it. All graphs of a device share the
+    two tensors of its random state. torch_npu 2.10 makes them at the first capture, in that capture's mode, and fills
+    them at each capture and replay. Outside inference mode it could not fill tensors that were made in it."""
 
     def capture_begin(self, *args: Any, **options: Any) -> None:
         with torch.inference_mode(False):

@@ -74,13 +74,8 @@ class BucketModule(torch.nn.Module):
 class PackageCompiler(CachingCompiler):
     """Compiles through the persistent cache of a package, which has one file for each bucket and rank.
 
-    Args:
-        key: what a step is made of: the model, the configuration, the code of this project. The shapes of its tensors,
-            and the versions of torch, torch_npu and CANN, are added here.
-        cache_dir: directory of the files; None: a temporary one, which is deleted with the compiler.
-
-    Raises:
-        ParameterError: others may write to ``cache_dir``.
+    ``key`` says what a step is made of: the model, the configuration, the code of this project. The shapes of its
+    tensors, and the versions of torch, torch_npu and CANN, are added here. ``cache_dir``: see ``GraphCache``.
     """
 
     cache_compile: ClassVar[Callable[..., Run]]
@@ -196,11 +191,9 @@ def count_integer_inputs(module: torch.fx.GraphModule) -> int:
 
 
 def restore_in_place_writes(module: torch.fx.GraphModule) -> None:
-    """Makes the writes of keys and values write into the caches again.
-
-    torch.compile replaces each of them by an op that returns written copies of the two caches, and copies these to the
-    caches at the end of the graph. Writing in place is right because nothing reads the old content after the write.
-    """
+    """Makes the writes of keys and values write into the caches again. torch.compile replaces each of them by an op
+    that returns written copies of the two caches, and copies these to the caches at the end of the graph. Writing in
+    place is right because nothing reads the old content after the write."""
     graph = module.graph
     for write in graph.find_nodes(op="call_function", target=torch.ops.npu.npu_scatter_pa_kv_cache_functional.default):
         with graph.inserting_before(write):
@@ -233,11 +226,9 @@ class Ge(PackageCompiler):
 
 
 class NpuGraphEx(PackageCompiler):
-    """npugraph_ex's passes over a step, and an ACL graph captured of the result.
-
-    This class captures itself: npugraph_ex would capture every graph on another stream, and graphs on different streams
-    cannot share memory, even out of one pool.
-    """
+    """npugraph_ex's passes over a step, and an ACL graph captured of the result. This class captures itself:
+    npugraph_ex would capture every graph on another stream, and graphs on different streams cannot share memory, even
+    out of one pool."""
 
     mode = "npugraph_ex"
     seconds_to_compile = (7.0, 0.8)  # one core of an AMD EPYC; from graphs of one and of two layers

@@ -86,10 +86,8 @@ def right_ops(ops: NpuOps, shape: AttentionShape, captures: bool) -> NpuOps:
 
 
 def first_fault(ops: NpuOps, shape: AttentionShape, captures: bool) -> str | None:
-    """What attention does wrongly: the kernel, its shape and its error; None if nothing.
-
-    Calls see few keys and then as many as a sequence can have, in a graph the latter twice.
-    """
+    """What attention does wrongly: the kernel, its shape and its error; None if nothing. Calls see few keys and then as
+    many as a sequence can have, in a graph the latter twice."""
     shapes = [replace(shape, is_causal=False)]
     if shape.is_causal:  # the pages of a prompt; the first one has as many queries as keys
         shapes.append(replace(shape, queries=min(PAGE_SIZE, shape.max_keys)))
@@ -149,12 +147,9 @@ def _fault_in(ops: NpuOps, shape: AttentionShape, captures: bool) -> str | None:
 
 
 class Sample:
-    """Random queries of some entries, with keys and values in pages that lie in no order.
-
-    For some queries of each entry the last key that they see is the strongest, and the key behind it is stronger still,
-    so a key too few or too many shows at any length. ``lengths``: queries of each entry; None for ENTRIES of
-    ``shape.queries``.
-    """
+    """Random queries of some entries, with keys and values in pages that lie in no order. For some queries of each
+    entry the last key that they see is the strongest, and the key behind it is stronger still, so a key too few or too
+    many shows at any length. ``lengths``: queries of each entry; None for ENTRIES of ``shape.queries``."""
 
     def __init__(self, ops: NpuOps, shape: AttentionShape, lengths: Sequence[int] | None = None) -> None:
         self._ops, self._shape = ops, shape

@@ -28,14 +28,13 @@ MODES = {"AI_CPU": AI_CPU, "AIV": VECTOR_CORES, "AIV_ONLY": VECTOR_CORES_ALONE}
 
 
 def communicator_options(purpose: str, timeout: int, mode: int | None = None) -> Any:
-    """Options of a communicator for the purpose "tp" or "bp". A variable of HCCL that the user has set wins.
+    """Options of a communicator for the purpose "tp" or "bp". A variable of HCCL that the user has set wins, unless
+    ``mode`` is given. HCCL gives up a silent rank after ``timeout`` seconds. ParameterError if ``TP_VARIABLE`` is
+    unknown.
 
     By CANN's documents only one communicator of a die may use the vector cores; two of them can wait for each other for
     ever. This is the tensor parallel one, which sums twice a layer, unless the variable says otherwise. All others
     follow the variable, or HCCL's default. Only if the variable is AIV they get AI_CPU instead.
-
-    HCCL gives up a silent rank after ``timeout`` seconds. ``mode`` is the expansion mode, whatever the variables say.
-    ParameterError if ``TP_VARIABLE`` has an unknown value.
     """
     given, own = os.environ.get(EXPANSION_VARIABLE), os.environ.get(TP_VARIABLE)
     if own and own not in MODES:

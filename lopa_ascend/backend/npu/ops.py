@@ -50,12 +50,10 @@ GROUPED_SWIGLU_LENGTH = 7232
 
 
 class NpuOps:
-    """``Ops`` on the NPU that is the current one when they are made. All tensors of a call lie on it.
-
-    ``attention_layout`` TND takes entries of any lengths at once. TND16 is TND, but divides entries so that none has
-    more than 16 queries. BSH is for devices and versions that refuse TND: it takes entries of equal length that follow
-    one another. ValueError for another one. ``kernel_layout`` is the kernel's name of it, "TND" or "BSH".
-    """
+    """``Ops`` on the current NPU, on which all tensors of a call lie. ``attention_layout`` TND takes entries of any
+    lengths at once. TND16 is TND, but divides entries so that none has more than 16 queries. BSH is for devices and
+    versions that refuse TND: it takes entries of equal length that follow one another. ``kernel_layout`` is the
+    kernel's name of it, "TND" or "BSH"."""
 
     row_stats = None
     rope_and_write = None
@@ -113,10 +111,8 @@ class NpuOps:
 
     def stored_experts(self, experts: Experts) -> Experts:
         """Weights [E, in, out], and a router in bfloat16 if that rounds nothing: its products are float32 all the same.
-
         A grouped product in bfloat16 takes scales of outputs in bfloat16 alone. Those of gate_up stay in float32 if
-        another kernel takes them.
-        """
+        another kernel takes them."""
         e, router, inner = experts, experts.router.bfloat16(), experts.down.shape[2]
         scales = [e.gate_up_scale, e.down_scale]
         fits = inner % FUSED_SWIGLU_MULTIPLE == 0 and 2 * inner <= GROUPED_SWIGLU_LENGTH
@@ -371,15 +367,9 @@ def attend(
     page_tables: Tensor,
     causal_mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention of contiguous queries [T, H, D] by one kernel. What the kernel cannot take is not checked; see
-    ``NpuOps.attention``.
-
-    Args:
-        layout: "TND" or "BSH".
-        lengths: queries of each entry, all equal in BSH.
-        page_tables: int32 [entries, pages].
-        causal_mask: bool [MASK_SIZE, MASK_SIZE] if all entries are causal.
-    """
+    """Attention of contiguous queries [T, H, D] by one kernel, in the layout "TND" or "BSH". What the kernel cannot
+    take is not checked. ``lengths``: queries of each entry, all equal in BSH; ``page_tables``: int32 [entries, pages];
+    ``causal_mask``: bool [MASK_SIZE, MASK_SIZE] if all entries are causal."""
     tokens, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
     out: Tensor = npu.npu_fused_infer_attention_score(

@@ -102,10 +102,8 @@ def contiguous_parts(split: Node) -> list[Node] | None:
 
 
 def join_in_place(module: GraphModule) -> None:
-    """Lets the parts of a tensor that is joined along its first dimension be computed where they lie in it.
-
-    A joint whose parts cannot all be computed in place stays: a copy of each other part would cost as much.
-    """
+    """Lets the parts of a tensor that is joined along its first dimension be computed where they lie in it. A joint
+    whose parts cannot all be computed in place stays: a copy of each other part would cost as much."""
     graph = module.graph
     for target in (aten.stack.default, aten.cat.default):
         for joint in graph.find_nodes(op="call_function", target=target):

@@ -66,12 +66,8 @@ class Trial:
 
 
 def check_kernels(ops: NpuOps, shape: LayerShape) -> None:
-    """Tries all kernels that a layer needs.
-
-    Raises:
-        WrongKernelError: one is wrong or is refused; names it, the die and the error.
-        GraphError: one hangs.
-    """
+    """Tries all kernels that a layer needs. WrongKernelError names one that is wrong or is refused, the die and the
+    error; GraphError if one hangs."""
     begin, count = time.perf_counter(), 0
     for trial in trials(ops, shape):
         try:

@@ -50,13 +50,9 @@ class UnsupportedStackError(ValueError):
 
 
 def check_installed(graph_mode: str) -> None:
-    """Refuses an installation of torch, torch_npu, CANN and the driver that cannot run a graph mode. A driver whose
-    version no file tells is taken, and so is a CANN whose version torch_npu cannot find out.
-
-    Raises:
-        UnsupportedStackError: something is missing or too old; the message says what is needed.
-        ValueError: there is no such mode.
-    """
+    """Refuses an installation of torch, torch_npu, CANN and the driver that cannot run a graph mode, with an
+    UnsupportedStackError that says what is needed. A driver whose version no file tells is taken, and so is a CANN
+    whose version torch_npu cannot find out."""
     try:
         check_versions(metadata.version("torch"), metadata.version("torch_npu"), graph_mode)
         cann = cann_version()
@@ -82,12 +78,8 @@ def cann_version() -> str:
 
 
 def check_versions(torch: str, torch_npu: str, graph_mode: str) -> None:
-    """Refuses versions of torch ("2.13.0+cpu") and torch_npu ("2.9.0.post6") that cannot run a graph mode.
-
-    Raises:
-        UnsupportedStackError: the versions do not fit each other, or torch_npu is too old for the mode.
-        ValueError: there is no such mode.
-    """
+    """Raises UnsupportedStackError for versions of torch ("2.13.0+cpu") and torch_npu ("2.9.0.post6") that do not fit
+    each other or cannot run a graph mode, ValueError for an unknown mode."""
     if graph_mode not in FIRST_POST_RELEASES:
         raise ValueError(f"graph mode: unknown value {graph_mode!r}; choose one of {', '.join(FIRST_POST_RELEASES)}")
     if release_of(torch) != release_of(torch_npu):

@@ -162,8 +162,8 @@ def opens_block(
     """Whether each branch opens another block, bool [S, B]: it has no end, its last block is filled to ``tau_add``, and
     neither the canvas nor ``max_active_blocks``, counted from the first block with masks on, is used up.
 
-    ``tokens`` [S, B, C]; ``masks``: in each block, opened or not, float32 [S, B, W]; ``num_opened_blocks``: int32 [S,
-    1].
+    ``tokens`` [S, B, C]; ``masks``: in each block, opened or not, float32 [S, B, W]; ``num_opened_blocks``: int32
+    [S, 1].
     """
     block = launch.blocks[:, None]  # [S, 1, W]
     num_opened = num_opened_blocks[..., None]

@@ -56,10 +56,8 @@ def _stream(words: Tensor, words_of_tile: int) -> Tensor:
 
 
 class IntegerOps(CpuOps):
-    """``CpuOps`` whose linear layers of int8 activations with packed weights the kernels compute.
-
-    ``instructions`` is one of ``INSTRUCTIONS``; None: the fastest of this processor.
-    """
+    """``CpuOps`` whose linear layers of int8 activations with packed weights the kernels compute, by ``instructions``,
+    one of ``INSTRUCTIONS``, or the fastest of this processor."""
 
     def __init__(
         self,

@@ -107,10 +107,8 @@ def multiply_blocks(
 
 
 class NativeOps(IntegerOps):
-    """``IntegerOps`` whose other ops in bfloat16 and float32 the kernels compute too.
-
-    ``has_attention``: attention in bfloat16 by the kernels, also of many queries.
-    """
+    """``IntegerOps`` whose other ops in bfloat16 and float32 the kernels compute too. ``has_attention``: attention in
+    bfloat16 by the kernels, also of many queries."""
 
     def __init__(
         self,
