@@ -47,7 +47,6 @@ class Compiler(ABC):
     """Whether buckets take so little time that there are packed ones (``graph/buckets.py``)."""
     num_compilations: int
     num_loaded: int
-    """Buckets found in the persistent cache instead."""
     captured: list[str]
     """Buckets captured as a graph of the device, in order. Ranks replay graphs with collectives of the same captures
     alone."""
@@ -125,7 +124,6 @@ class Compiler(ABC):
         return launch()
 
     def freeze(self) -> None:
-        """Makes every further ``compile`` an error."""
         self._frozen = True
 
     def close(self) -> None:  # noqa: B027  # few modes must

@@ -37,20 +37,17 @@ class Gauge(NamedTuple):
     values: Mapping[int, float | None]
     """By its number; None: not known."""
     label: str = "die"
-    """What the number is called."""
 
 
 class Device(ABC):
     """A kind of device. Its package has an instance, ``DEVICE``, and imports torch in methods alone."""
 
     name: str
-    """As in the setting ``device``."""
     resource: str
     """Ray's name for what a rank needs."""
     codes: tuple[str, ...] = ("int8",)
     """Dtypes of weights that ``Ops`` multiplies, beside floats."""
     has_layouts = False
-    """Whether attention has other layouts than the default."""
     free_tokens = 128
     """Tokens of a forward pass that take hardly longer than one: about as long as reading the weights."""
     wants_all_pages = False

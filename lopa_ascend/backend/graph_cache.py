@@ -49,7 +49,6 @@ class GraphCache:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the directory outlives the process."""
         return self._temporary is None
 
     def abandon(self, reason: Exception) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Limits of a container's control group (version 2)."""
 MAX_KV_MEMORY = 4 * 2**30
 """Most bytes of a KV pool in CPU memory, which other programs use too."""
 

@@ -32,7 +32,7 @@ MAX_TOKENS = 256
 """Largest ``max_new_tokens`` of an answer."""
 MAX_ANSWERS = 64
 TIME_LIMIT = 600.0
-"""Seconds that an engine has to repeat the answers."""
+"""Seconds to repeat the answers."""
 INCIDENTAL = ("_name_or_path", "base_model_name_or_path", "dtype", "torch_dtype", "transformers_version")
 """Fields of a model's or an adapter's configuration that do not tell models apart."""
 
@@ -64,9 +64,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """The model that gave the answers. Equal ones give equal answers but for rounding."""
 
     config: str
-    """Digest of config.json."""
     lora: str | None = None
-    """Digest of the adapter's configuration."""
     quantization: str | None = None
     quantization_exclude: tuple[str, ...] = ()
 
@@ -85,7 +83,6 @@ class AnswersFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     version: Literal[1] = 1
     model: Identity
     name: str
-    """The model's, for messages."""
     answers: Annotated[tuple[Answer, ...], Meta(min_length=1, max_length=MAX_ANSWERS)]
 
 
@@ -204,6 +201,5 @@ def _shown(answer: Answer) -> str:
 
 
 def encode(identity: Identity, name: str, answers: Sequence[Answer]) -> Mapping[str, Any]:
-    """The content of an answers file, for JSON."""
     content: Mapping[str, Any] = msgspec.to_builtins(AnswersFile(model=identity, name=name, answers=tuple(answers)))
     return content

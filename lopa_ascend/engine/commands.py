@@ -20,7 +20,6 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 PROFILE_NAME = "%Y%m%d-%H%M%S-%f"
-"""A profile is named after the moment when it begins."""
 
 
 class StartProfile(msgspec.Struct, tag=True, frozen=True):
@@ -29,11 +28,9 @@ class StartProfile(msgspec.Struct, tag=True, frozen=True):
     name: str
     """Folder for the traces."""
     ranks: list[int]
-    """Ranks that record."""
     delay_steps: int
     """Steps left out; one more is the profiler's warm-up."""
     num_steps: int
-    """Most steps to record."""
 
 
 class StopProfile(msgspec.Struct, tag=True, frozen=True):

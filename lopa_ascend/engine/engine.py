@@ -114,7 +114,6 @@ class Engine:
         self.scheduler = Scheduler(self.limits, pool.allocator, self._starter.begin, prefix_cache, pieces)
         self._step_seconds = 0.0
         self._failure: str | None = None
-        """Why this rank cannot go on."""
         self._leader: Leader | None = None
         self._digests = {"who takes part": 0, "the page tables": 0, "what was decided": 0}
         """Of everything planned and decided since the start; equal on all ranks."""
@@ -133,7 +132,6 @@ class Engine:
     # ---- construction ----------------------------------------------------------------------------------------------
 
     def _prepare(self) -> Prepared:
-        """Prepares every rank. If one of them raises, all do."""
         prepared, refusal = None, None
         try:
             prepared = prepare(self.config, self.mesh)
@@ -273,7 +271,6 @@ class Engine:
                 self._leader.outbox.append(request)
 
     def admit(self, request_id: str) -> None:
-        """Lets a request run whose grammar is compiled."""
         self.scheduler.add(self._compiling.pop(request_id))
         if self._leader is not None:
             self._leader.outbox.append(Admit(request_id))

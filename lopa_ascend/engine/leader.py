@@ -29,7 +29,6 @@ class Order(IntEnum):
 
     STEP = 0
     WAIT = 1
-    """Wait for the next message."""
     END = 2
 
 

@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """What an engine is built from, checked as far as possible without weights."""
-
     model_source: ModelSource
     ops: Ops
     tokenizer: Tokenizer | None

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MOST_KEPT = 8
 """Profiles in the configured folder; the oldest go when another begins."""
 WARM_UP = 1
-"""Steps between those left out and those recorded."""
+"""Steps."""
 
 
 class RankTraces(msgspec.Struct, frozen=True):
@@ -58,7 +58,6 @@ class Profiles:
         self._steps_left = 0
         """Including those left out."""
         self._profile: RunningProfile | None = None
-        """Set while this rank records."""
         self._failure: str | None = None
         self._numbers = itertools.count()
 

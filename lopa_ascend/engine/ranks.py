@@ -123,7 +123,6 @@ class _Followers:
         self._starts = local_rank_processes(config, port)
         self._stops = StopWatch(config.distributed_timeout_seconds)
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        """By rank."""
 
     def __enter__(self) -> _Followers:
         try:

@@ -75,7 +75,6 @@ class Turns:
         return sorted(waiting, key=lambda prompt: 0 if self._is_overdue(prompt) else waiting[prompt])
 
     def _is_overdue(self, prompt: str) -> bool:
-        """Whether no other prompt may overtake this one."""
         return self._overtaken.get(prompt, 0) >= MAX_OVERTAKEN
 
     def _count_overtaken(self, waiting: Iterable[str], chosen: Iterable[str]) -> None:
@@ -90,12 +89,10 @@ class Turns:
 
 
 class Prompt(NamedTuple):
-    """The rest of a prompt that is computed in pieces."""
+    """The rest of a prompt that is computed in pieces: ``length`` positions from ``start`` on."""
 
     start: int
-    """Positions already computed."""
     length: int
-    """Positions left."""
 
 
 class Pieces(Turns):

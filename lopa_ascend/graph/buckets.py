@@ -30,7 +30,6 @@ class Bucket(NamedTuple):
     sequences: int
     blocks: int
     pages: int
-    """Of a slot."""
     branches: int
     """Of a sequence, on all ranks."""
     slots: int
@@ -60,7 +59,6 @@ class Bucket(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Of a slot."""
         return self.spans * len(self.entry_lengths)
 
     @property
@@ -75,7 +73,6 @@ class Bucket(NamedTuple):
 
     @property
     def writes(self) -> int:
-        """Cache positions that a step may write."""
         return self.sequences * self.slots * self.cells
 
     @property
@@ -85,7 +82,6 @@ class Bucket(NamedTuple):
 
     @property
     def all_entries(self) -> int:
-        """Of a step on one rank."""
         if self.rows is not None:
             return self.rows * len(self.entry_lengths)
         return self.sequences * self.slots * self.entries

@@ -47,7 +47,6 @@ class StepCheck:
         self._fill_pages()
 
     def _fill_pages(self) -> None:
-        """Every layer gets the same pages in another order."""
         random = torch.Generator().manual_seed(0)
         for half in (self._pool.k, self._pool.v):
             shape = self._num_pages, *half[0].shape[1:]

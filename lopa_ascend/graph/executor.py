@@ -47,8 +47,6 @@ Windows = list[tuple[Sequence, range]]
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A launched step whose output has not been read."""
-
     number: int
     bucket: Bucket
     sequences: list[Sequence]
@@ -159,7 +157,6 @@ class GraphExecutor:
         return self._is_in_flight(sequence) or self._eager_reason(sequence) is None
 
     def _eager_reason(self, sequence: Sequence) -> str | None:
-        """What keeps graphs from computing the next pass of a sequence; None if nothing does."""
         if sequence.in_prefill:
             return "prompt"
         if (reason := self._unsupported[sequence]) is not None:

@@ -32,7 +32,6 @@ class PassKind(NamedTuple):
     """What the rows of a pass have in common."""
 
     length: int
-    """Positions of a row."""
     is_causal: bool
     drafts: bool = False
     """See ``RowPlan.drafts``."""
@@ -57,7 +56,6 @@ class PassShape(NamedTuple):
     """Most slots that a position is written to."""
     pages: int
     max_queries: int | None
-    """See ``Ops``."""
     drafts: bool = False
 
     @property
@@ -113,8 +111,6 @@ class ForwardTensors(NamedTuple):
 
 
 class PassLauncher:
-    """The compiled forward pass of one bucket."""
-
     def __init__(
         self, bucket: PassShape, model: Model, pool: KVPool, memory: Tensor, first_padding_position: int
     ) -> None:
@@ -165,7 +161,6 @@ class PassLauncher:
         return self._run(self._write(inputs))
 
     def _step(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int] | Tensor) -> Tensor:
-        """What a compiler compiles."""
         num_given = len(ForwardTensors._fields)
         given, caches = ForwardTensors(*tensors[:num_given]), tensors[num_given:]
         on_host, on_device = ((), kv_lengths) if isinstance(kv_lengths, Tensor) else (tuple(kv_lengths), None)
@@ -277,7 +272,6 @@ class Forwards:
         return max((bucket.rows for bucket in self.launchers if bucket.kind == kind), default=0)
 
     def _num_rows(self, sequences: Sequence[Running]) -> int:
-        """Most rows that the busiest group computes."""
         return sum(slots_for(len(sequence.next_pass.rows), self._num_groups) for sequence in sequences)
 
     def hidden(self, kind: PassKind, inputs: ForwardInputs) -> Tensor:

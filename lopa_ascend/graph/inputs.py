@@ -23,7 +23,6 @@ from lopa_ascend.kv.pages import PAGE_SIZE
 
 NO_TOKEN = -1
 NO_LIMIT = 2**30
-"""More blocks than any sequence has."""
 
 
 class BlockRows(NamedTuple):
@@ -36,7 +35,6 @@ class BlockRows(NamedTuple):
     place: Tensor
     """In the sequence's order; see ``policy/packed.py``."""
     num_used: int
-    """The others are padding."""
 
 
 class HostView(NamedTuple):
@@ -144,7 +142,6 @@ class _WindowCells:
         self.position = (self.origin + inside).clamp_min(0)
 
     def block_ends(self) -> Tensor:
-        """The position after each block [S, W]."""
         end = torch.minimum((self.block + 1) * self.block_size, self.num_positions)
         return (self.origin + end).flatten(1)
 

@@ -40,8 +40,6 @@ Counts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Graphs:
-    """What decode steps are compiled for, and how."""
-
     shape: Bucket
     buckets: Buckets
     params: GraphParams
@@ -49,7 +47,6 @@ class Graphs:
     score: GreedyScore
     """Its confidence is the one in ``params``."""
     num_seats: int
-    """Sequences that graphs can decode at the same time."""
     first_padding_position: int
     """Padding rows and cells write their keys and values from here on."""
     ahead: bool
@@ -81,8 +78,6 @@ def filled_up(counts: Counts, bucket: Bucket) -> Counts:
 
 
 class Launcher:
-    """The compiled step of one bucket."""
-
     def __init__(self, step: DecodeStep, graphs: Graphs, seats: Seats, memory: InputMemory, caches: Caches) -> None:
         self.bucket = step.bucket
         self._step, self._graphs, self._seats, self._shared = step, graphs, seats, memory

@@ -18,11 +18,11 @@ from lopa_ascend.graph.window import max_opened_blocks, num_blocks
 
 @dataclass
 class Seat:
-    """A sequence's place in the memory, and its last launched window. Generated blocks are numbered from 0."""
+    """A sequence's place in the memory, and the first block of its last launched window. Generated blocks
+    count from 0."""
 
     index: int
     window_start: int
-    """First block of the window."""
     window_blocks: int
     """Blocks of that window's bucket."""
     in_flight: int | None = None
@@ -95,5 +95,4 @@ class Seats:
 
 
 def filler_of(strategy: Strategy) -> int:
-    """See ``HostView``."""
     return next(token for token in count() if token != strategy.mask and token not in strategy.ends)

@@ -198,7 +198,6 @@ def build_forwards(plan: GraphPlan, model: Model, pool: KVPool, num_token_ids: i
 
 
 def _check(plan: GraphPlan, model: Model, pool: KVPool, num_token_ids: int) -> StepCheck | None:
-    """What compares graphs with their steps; None if steps run op by op themselves."""
     is_compiled = plan.compiler.mode != "eager"
     return StepCheck(plan.compiler, model, pool, num_token_ids) if is_compiled else None
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 
 class Sizes(Protocol):
-    """The shapes of a compiled step."""
-
     def shape(self, dims: str) -> tuple[int, ...]:
         """Sizes of named dimensions, e.g. "sequences cells"."""
         ...
@@ -25,7 +23,6 @@ class Sizes(Protocol):
 
 class Spec(NamedTuple):
     dims: str
-    """E.g. "sequences cells"."""
     dtype: torch.dtype
 
 
@@ -43,7 +40,6 @@ def boolean(dims: str) -> Spec:
 
 @cache
 def specs(group: type) -> dict[str, Spec]:
-    """The declarations of a group's tensors by name."""
     hints = get_type_hints(group, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
 

@@ -19,10 +19,7 @@ from lopa_ascend.graph.spec import float32, int32, num_elements, specs, views
 
 
 class ModelInputs(NamedTuple):
-    """What the model needs to know about a step."""
-
     positions: Annotated[Tensor, int32("tokens")]
-    """In the token's sequence."""
     hidden_rows: Annotated[Tensor, int32("tokens")]
     """Row of ``Storage.hidden`` that each token's hidden state goes to. In slot 0 a block's last position goes to a row
     of the seat, which later steps read; all other tokens go to rows of this step alone. With full attention all tokens
@@ -59,7 +56,6 @@ class StepOutput(NamedTuple):
     """What a step tells the host, in one int32 tensor."""
 
     winners: Annotated[Tensor, int32("sequences")]
-    """Winning branches."""
     tokens: Annotated[Tensor, int32("sequences cells")]
     """Token ids of the anchor's window after the step."""
     ids: Annotated[Tensor, int32("sequences branches cells")]

@@ -55,7 +55,6 @@ class Model(Protocol):
     head: Tensor
     """Weight of the LM head. Its dtype is that of hidden states, keys and values."""
     first_token_id: int
-    """First id of this rank's part of the vocabulary."""
     local_vocab_size: int
 
     @property

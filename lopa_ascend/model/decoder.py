@@ -223,7 +223,6 @@ class Decoder:
         return queries
 
     def _attention_output(self, attended: Tensor, layer: str, num_drafts: int) -> Tensor:
-        """This rank's part of what attention adds."""
         out = self._linear_of_views(attended, layer + "o", num_drafts)
         if num_drafts and layer + f"o{LORA_A}.weight" in self.weights:
             low = self._linear(attended[:num_drafts], layer + "o" + LORA_A)

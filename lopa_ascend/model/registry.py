@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from lopa_ascend.model.plain import Build
 
 GROUP = "lopa_ascend.models"
-"""The group of entry points."""
 _registered: dict[str, Build] = {}
 
 

@@ -38,7 +38,6 @@ def wrong_exchange(
     by_rank = (torch.arange(values) + STEP * torch.arange(group.size)[:, None]) % values
 
     def rows(pattern: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
-        """[num_rows, columns], filled by repeating the pattern."""
         size = num_rows * columns
         return pattern.to(like.device, dtype).repeat(size // len(pattern) + 1)[:size].view(num_rows, columns)
 

@@ -44,7 +44,6 @@ class Ledger:
         self._calls, self._num_bytes = calls, num_bytes
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """The totals since the start, sorted by purpose."""
         return tuple(
             Traffic(purpose, calls, self._num_bytes[purpose]) for purpose, calls in sorted(self._calls.items())
         )
@@ -107,7 +106,6 @@ class Group:
 
     @contextmanager
     def _counted(self, x: Tensor, purpose: str) -> Iterator[None]:
-        """Counts a collective of x, and turns its failure into a RankError."""
         self.ledger.add(purpose, x.nbytes)
         try:
             yield

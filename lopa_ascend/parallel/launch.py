@@ -43,7 +43,6 @@ class Rendezvous:
     """Address of the store through which the ranks find each other; ``port`` is its TCP port."""
     port: int
     local: bool
-    """Whether all ranks run on this machine."""
 
     @classmethod
     def on_this_machine(cls, rank: int, world_size: int, port: int) -> Rendezvous:
@@ -108,7 +107,6 @@ class Rendezvous:
                 raise ParameterError("tensor_parallel_size", message)
 
     def environment(self) -> dict[str, str]:
-        """The environment variables that make a process this rank."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.rank),
@@ -243,7 +241,6 @@ class StopWatch:
     def __init__(self, timeout: float):
         self._timeout = timeout
         self._since: dict[int, float] = {}
-        """By rank: when it was first seen stopped."""
 
     def check(self, pids: Mapping[int, int]) -> str | None:
         """Describes the rank that has been stopped for too long; None if none has. ``pids``: process ids by rank."""

@@ -36,7 +36,6 @@ MEETING_TIMEOUT = timedelta(minutes=2)
 LEAST_MEETING_TIMEOUT = timedelta(seconds=10)
 """Least time to connect, for a busy machine, however soon a rank that hangs is given up."""
 RESETTABLE = ("gloo", "nccl")
-"""Backends whose timeout can be changed."""
 ENDING_TIMEOUT = 10.0
 """Seconds that torch.distributed gets to end the groups: NCCL may wait for ranks that are gone."""
 EXPLANATION_TIMEOUT = 2.0
@@ -102,7 +101,6 @@ class Mesh:
         self._patience = START_TIMEOUT
         """How long this rank waits for its device, on which collectives wait for other ranks."""
         self._check_others: Callable[[], None] = lambda: None
-        """Called while this rank waits for others to join; may raise."""
         self._texts: TextStore | None = None
         self._watch: ProcessWatch | None = None
         self._owns_process_group = False
@@ -299,7 +297,6 @@ class Mesh:
                 )
 
     def describe_rank(self, rank: int) -> str:
-        """Names a rank and its place in the mesh for messages."""
         bp, tp = divmod(rank, self._tp_size)
         return f"rank {rank} (bp {bp}, tp {tp})"
 
@@ -312,7 +309,6 @@ class Mesh:
         return self.failure
 
     def _check_waiting(self, seconds: float) -> None:
-        """See ``Group.while_waiting``."""
         if self.failure is not None:
             raise RankError(f"a step failed: {self.failure}")
         if seconds > self._patience.total_seconds():

@@ -28,7 +28,6 @@ class Share:
     branches: tuple[int, ...]
     """Index of each row in ``plan.rows``."""
     num_slots: int
-    """The sequence's slots in this group, used by this pass or not."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class Placement:
     group: int = 0
 
     def home(self, branch: int) -> tuple[int, int]:
-        """Group and slot of a branch."""
         return branch % self.size, branch // self.size
 
     def num_places(self, num_rows: int) -> int:
@@ -83,11 +81,9 @@ class Placement:
         return max(self._num_computed(plan, group) for group in groups_with_branches)
 
     def _branches_of(self, plan: SequencePlan, group: int) -> range:
-        """The branches that a group computes."""
         return range(group, len(plan.rows), self.size)
 
     def _num_computed(self, plan: SequencePlan, group: int) -> int:
-        """The tokens that a group with branches computes."""
         branches = self._branches_of(plan, group)
         rows = [plan.rows[branch] for branch in branches]
         own = sum(row.end - row.compute_from for row in rows)

@@ -40,7 +40,6 @@ class TextStore:
         self._failure = failure
 
     def below(self, prefix: str) -> TextStore:
-        """The part of the store with this key prefix."""
         return TextStore(PrefixStore(prefix, self.store), self._rank, self._size, self._failure)
 
     def write(self, key: str, text: str) -> None:

@@ -37,7 +37,7 @@ BEAT_INTERVAL = 1.0
 GREETING_TIMEOUT = 5.0
 """Seconds that a new connection has to send the token and its rank."""
 MAX_LINE = 1024
-"""Bytes of a line."""
+"""Bytes."""
 MAX_FAILURE = 250
 """Characters of a failure that ``close`` sends: they fit into a line, at four bytes each."""
 
@@ -50,7 +50,6 @@ class _Connection:
     rank: int | None
     """The other rank; None until it has sent the token."""
     silent_beats: int = 0
-    """Own beats since the other rank's last line."""
     unread: bytes = b""
 
     def __post_init__(self) -> None:
@@ -114,12 +113,9 @@ class ProcessWatch:
         self._listener: socket.socket | None = None
         """On rank 0, until all ranks have joined."""
         self._missing_ranks: set[int] = set()
-        """On rank 0: ranks that have not joined."""
         self._next_beat = time.monotonic() + BEAT_INTERVAL
         self._last_words = _BYE
-        """What ``close`` has the thread send."""
         self._final_callback: Callable[[], object] | None = None
-        """Set when the watch ends."""
         # Closing one end of this pair wakes the thread, which selects on the other one.
         self._closing, self._close = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -193,7 +189,6 @@ class ProcessWatch:
         self._final_callback()
 
     def _handle_events(self) -> None:
-        """Handles events until the next beat."""
         for key, _ in self._selector.select(max(0.0, self._next_beat - time.monotonic())):
             if self._final_callback is None:
                 key.data()
@@ -228,7 +223,6 @@ class ProcessWatch:
                 connection.receive()  # closing with unread bytes would reset the connection
 
     def _read(self, connection: _Connection) -> None:
-        """Handles a connection's new lines, or its end."""
         if not connection.receive():
             self._drop(connection)
             if connection.rank is not None:

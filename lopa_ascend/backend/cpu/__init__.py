@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class Cpu(Device):
-    """A CPU, whose memory all ranks on it share."""
-
     name, resource, collectives, on_host = "cpu", "CPU", "gloo", True
     free_tokens, codes = 32, ("int8", "int4", "fp8")
 
@@ -47,7 +45,6 @@ class Cpu(Device):
 
 
 def _check_inductor() -> None:
-    """Refuses a torch that cannot compile steps whose KV lengths change."""
     import torch
 
     if not hasattr(getattr(torch.compiler, "config", None), "dynamic_sources"):

@@ -37,7 +37,6 @@ class AttentionBatch(NamedTuple):
 
     num_entries: int
     length: int
-    """Queries of each entry."""
 
 
 @dataclass(frozen=True)

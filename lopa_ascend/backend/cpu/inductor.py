@@ -106,7 +106,6 @@ class UnguardedGraph:
         return first_call
 
     def run(self, kv_lengths: Sequence[int]) -> Tensor:
-        """Calls the graph with other KV lengths."""
         args = list(self._args)
         for argument, index in self.length_inputs.items():
             args[argument] = kv_lengths[index]

@@ -28,7 +28,6 @@ INT4_PIECE_ROWS = 128
 SIGN_BIT = -128
 """The bit that int8 and uint8 read differently: flipping it adds 128 to an int8 number, as uint8."""
 TRIAL_ROWS = 64
-"""Rows of activations in a trial."""
 
 
 def multiply_codes(codes: Tensor, weight: Tensor) -> Tensor:

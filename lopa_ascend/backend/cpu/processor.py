@@ -13,7 +13,6 @@ from lopa_ascend.backend.cpu.products import takes_packed
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 UNCAPPED = ("", "ALL", "DEFAULT")
-"""Values of ONEDNN_MAX_CPU_ISA that allow all instructions."""
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -66,7 +65,6 @@ def packed_dtypes() -> frozenset[torch.dtype]:
 
 
 def _may_be_from_intel() -> bool:
-    """Whether Intel made this processor, or the system does not say who made it."""
     return not CPU_INFO.exists() or "GenuineIntel" in CPU_INFO.read_text()
 
 

@@ -27,7 +27,6 @@ MIN_ROWS = 16
 ROW_COUNTS = (16, 17, 23, 32, 33, 47, 64, 100, 128, 200, 256, 300, 512, 700, 1000)
 """Tried numbers of rows: each row must have the bits that it has among ``MOST_ROWS``."""
 MOST_ROWS = 1024
-"""Rows of the product that the others are compared with."""
 MOST_OUTPUTS = 16384
 """Tried outputs of a weight. With all outputs of a large vocabulary a start would take a minute longer."""
 PIECES = (64, 128, 256, 512)
@@ -111,7 +110,6 @@ class Products:
         return "rows are independent"
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, in] times the transpose of weight [out, in], plus bias [out] -> [T, out]."""
         if weight.dtype not in self._emulated:
             return self._product(x, weight, bias)
         wide, out = x.float(), x.new_empty(x.shape[0], weight.shape[0])

@@ -47,7 +47,6 @@ MAX_GRAPHS = 64
 NUM_LENGTHS = 61
 """Different KV lengths that a capture has in turn. All of them fit into a page."""
 ROUNDS = 3
-"""Measurements of the host's time with and without a thread."""
 FASTER = 0.9
 """Share of the host's time that updates in a thread may take to be chosen."""
 OUT_OF_STREAMS = "207008"
@@ -83,7 +82,6 @@ class PackageCompiler(CachingCompiler):
     cached_model: ClassVar[Any]
     """The package's class that knows the name of the file."""
     options: ClassVar[dict[str, Any]] = {"dynamic": False}
-    """Further arguments of ``cache_compile``."""
 
     def __init__(self, key: str, cache_dir: Path | None):
         super().__init__(GraphCache(cache_dir))

@@ -21,21 +21,17 @@ VARIABLES = (TASK_QUEUE, BLOCKING, NPU_ALLOCATOR, ALLOCATOR)
 
 @dataclass(frozen=True)
 class Refusal:
-    """A variable with a value that the NPU backend cannot run with."""
-
     variable: str
     value: str
     reason: str
     """What the value means, or breaks."""
     remedy: str
-    """What to set."""
 
     def __str__(self) -> str:
         return f"{self.variable} is {self.value!r}, {self.reason}; {self.remedy}"
 
 
 def refusals(environment: Mapping[str, str], graph_mode: str) -> Iterator[Refusal]:
-    """The variables that keep a graph mode from running."""
     captures = graph_mode in CAPTURING_MODES
     queue = environment.get(TASK_QUEUE)
     if queue is not None and number(queue) not in (0, 1, 2):  # OptionsManager.cpp, GetTaskQueueEnable

@@ -34,12 +34,10 @@ QUERY_SCALE = 4.0
 LAST, BEHIND = 32.0, 64.0
 """Scores of planted queries for their last key, and for the key behind it; other keys have less than 20."""
 FALLBACK = "BSH"
-"""The layout to try if the configured one is not right."""
 HANG_SECONDS = 120.0
 """What takes longer than this hangs. A first launch also loads what it needs."""
 POLL_SECONDS = 1e-4
 MAX_SHOWN = 8
-"""KV lengths in a message."""
 logger = logging.getLogger(__name__)
 
 
@@ -49,8 +47,6 @@ class WrongKernelError(ValueError):
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention of a rank."""
-
     queries: int
     """Of an entry, before it is divided."""
     heads: int
@@ -62,7 +58,6 @@ class AttentionShape:
     entries: int = ENTRIES
     """Most entries of a step."""
     is_causal: bool = False
-    """Whether entries may be causal."""
 
 
 def right_ops(ops: NpuOps, shape: AttentionShape, captures: bool) -> NpuOps:
@@ -203,7 +198,6 @@ class Sample:
         self._on_device[1].copy_(self._keys)
 
     def divided(self, kv_lengths: Sequence[int]) -> list[int]:
-        """The KV lengths of the parts of the entries."""
         return list(replace(self._whole, kv_lengths=tuple(kv_lengths)).divided(self._ops.max_queries).kv_lengths)
 
     def attend(self, kv_lengths: Sequence[int]) -> Tensor:

@@ -39,7 +39,6 @@ class Die:
 
     @property
     def fault(self) -> str | None:
-        """Why nothing should run on the die."""
         if self.health in ("Critical", "UNKNOWN"):
             return f"health {self.health}"
         if self.bad_pages:
@@ -48,7 +47,6 @@ class Die:
 
     @property
     def warning(self) -> str | None:
-        """What may go wrong on the die."""
         if self.health != LEVELS[0]:
             return f"health {self.health}"
         return f"memory errors of several bits: {self.memory_errors}" if self.memory_errors else None
@@ -78,7 +76,6 @@ def gauges(dies: Sequence[Die]) -> list[Gauge]:
 
 
 def _complete(die: Die, ask: Ask, with_links: bool) -> Die:
-    """Adds what separate commands tell."""
     memory = _answer(ask, "npu-smi", "info", "-t", "ecc", "-i", str(die.npu), "-c", str(die.chip))
     link = _answer(ask, "hccn_tool", "-i", str(die.physical), "-link", "-g") if with_links else ""
     errors, pages = parse_memory(memory)

@@ -131,7 +131,6 @@ def source_of(part: Node) -> Node | None:
 
 
 def _whole(getitem: Node) -> Node:
-    """The node that a ``getitem`` takes a result of."""
     (whole,) = getitem.all_input_nodes
     return whole
 

@@ -36,11 +36,8 @@ Results = Tensor | Sequence[Tensor]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A rank's part of a layer."""
-
     hidden: int
     inner: int
-    """Width of the MLP."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -50,9 +47,7 @@ class LayerShape:
     experts: ExpertsConfig | None
     has_int8: bool
     rows: int = 32
-    """Tokens of a trial."""
     max_outputs: int = MAX_OUTPUTS
-    """Of an int8 product."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +100,6 @@ def trials(ops: NpuOps, shape: LayerShape) -> Iterator[Trial]:
 
 
 class Random:
-    """Random tensors on the CPU."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype, self._generator = dtype, torch.Generator().manual_seed(0)
 
@@ -195,7 +188,6 @@ def _rotations(ops: NpuOps, shape: LayerShape, random: Random) -> Iterator[Trial
 
 
 def int8_trials(ops: NpuOps, shape: LayerShape, random: Random) -> Iterator[Trial]:
-    """The kernels that only W8A8 needs."""
     s, device, remedy = shape, ops.device, "; without W8A8 (quantization) no such kernel is needed"
     x, residual, weight = random.normal(s.rows, s.hidden), random.normal(s.rows, s.hidden), random.normal(s.hidden)
     given = x.to(device), residual.to(device), weight.to(device)
@@ -259,7 +251,6 @@ def stored(experts: Experts, ops: Ops) -> Experts:
 
 
 def quantized(experts: Experts) -> Experts:
-    """The same experts with int8 weights."""
     codes, scales = zip(*(definition.quantize(w.flatten(0, 1)) for w in (experts.gate_up, experts.down)), strict=True)
     count = experts.sizes.num_experts
     gate_up, down, gate_up_scale, down_scale = (x.unflatten(0, (count, -1)) for x in (*codes, *scales))

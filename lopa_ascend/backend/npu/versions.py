@@ -173,7 +173,6 @@ def _value(file: Path, key: str) -> str | None:
 
 
 def _needed(graph_mode: str) -> str:
-    """The versions of torch_npu that run a graph mode, in words."""
     names = [
         f"{release}.post{post_release}" if post_release else release
         for release, post_release in FIRST_POST_RELEASES[graph_mode].items()

@@ -19,15 +19,12 @@ from lopa_ascend.graph.fusion.rewriter import Change, Rewriter
 
 @dataclass(frozen=True)
 class Report:
-    """What ``fuse`` did."""
-
     changes: Mapping[str, tuple[Change, ...]]
     """By pass, in order: what was rewritten, and what resembled the pattern and was left. Nodes have the names that
     they had when the pass ran."""
 
     @property
     def fused(self) -> dict[str, int]:
-        """Rewrites by pass, without zeros."""
         counts = {name: _num_fused(changes) for name, changes in self.changes.items()}
         return {name: count for name, count in counts.items() if count}
 

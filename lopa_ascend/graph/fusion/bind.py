@@ -70,7 +70,6 @@ def _input(module: GraphModule, name: str) -> Node:
 
 
 def _dependents(node: Node, output: Node) -> dict[Node, None]:
-    """The nodes that are computed from a node's result, without the output."""
     found: dict[Node, None] = {}
     waiting = list(node.users)
     while waiting:

@@ -18,7 +18,6 @@ aten = torch.ops.aten
 TORCH = str(Path(torch.__file__).parent)
 
 METHODS = frozenset({"linear", "rms_norm", "add_rms_norm", "rope_tables", "rope", "swiglu"})
-"""Methods of ``Ops`` that fused graphs call."""
 
 
 def value(node: Node) -> Tensor:
@@ -33,7 +32,6 @@ def static(shape: Sequence[int | SymInt]) -> list[int]:
 
 
 def attribute(module: GraphModule, node: Node) -> Any:
-    """The attribute of the module that a get_attr node reads."""
     return operator.attrgetter(str(node.target))(module)
 
 
@@ -53,7 +51,6 @@ def method_of(target: Any, ops: object) -> str | None:
 
 @cache
 def arguments_of(target: OpOverload) -> tuple[tuple[str, Any], ...]:
-    """(name, default) of each argument of an op."""
     return tuple((argument.name, argument.default_value) for argument in target._schema.arguments)
 
 

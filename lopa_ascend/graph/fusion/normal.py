@@ -79,7 +79,6 @@ def has_no_effect(node: Node, source: Node) -> bool:
 
 
 def drop_same_place(node: Node) -> None:
-    """Removes a cast's arguments that change nothing."""
     source = node.args[0]
     assert isinstance(source, Node)
     x, result = value(source), value(node)
@@ -91,7 +90,6 @@ def drop_same_place(node: Node) -> None:
 
 
 def count_from_the_end(node: Node) -> None:
-    """Makes the dimensions in the second argument negative."""
     given: list[Any] = list(node.args)
     if len(given) < 2:
         return

@@ -61,7 +61,6 @@ RMS_NORM = Either(
 
 
 def rewrite_rms_norm(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """RMSNorm spelled out, or torch's."""
     x, weight, result = value(match["x"]), value(match["weight"]), value(match[RESULT])
     if weight.shape != x.shape[-1:] or x.dim() < 2:
         raise NotFused(f"a weight {list(weight.shape)} is not for the last dimension of {list(x.shape)}")
@@ -178,7 +177,6 @@ def keep_contiguous(rewriter: Rewriter, layers: Sequence[Node]) -> None:
 
 
 def is_foreign(target: Any) -> bool:
-    """Whether only an op's schema is known: it is neither torch's nor ours."""
     return isinstance(target, OpOverload) and target.namespace not in ("aten", "prims", OURS)
 
 

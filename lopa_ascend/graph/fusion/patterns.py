@@ -26,7 +26,6 @@ class Match:
     """What a pattern was found to stand for."""
 
     bound: dict[str, Any] = field(default_factory=dict)
-    """Nodes and literals by their names in the pattern."""
     inside: tuple[Node, ...] = ()
     """The nodes that the pattern spells out."""
     shared: frozenset[Node] = frozenset()
@@ -44,7 +43,6 @@ class Match:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Dtypes of all tensors that nodes of ``inside`` give."""
         values = [value(node) for node in self.inside]
         return {x.dtype for x in values if isinstance(x, Tensor)}
 

@@ -24,12 +24,9 @@ class NotFused(Exception):
 
 @dataclass(frozen=True)
 class Change:
-    """One rewrite, or one refusal."""
-
     nodes: tuple[str, ...]
     """Replaced or, after a refusal, left."""
     refused: str | None = None
-    """Why the nodes were left; None if they were replaced."""
     line: str | None = None
     """Of the model, as "model.py:83", if the trace tells."""
 
@@ -78,7 +75,6 @@ class Rewriter:
         return node
 
     def first_call(self) -> Node:
-        """The first node that is neither an input nor an attribute."""
         found: Node = next(node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr"))
         return found
 

@@ -68,7 +68,6 @@ def permuted(rewriter: Rewriter, x: Node, dims: list[int]) -> Node:
 
 
 def reshaped(rewriter: Rewriter, x: Node, shape: Sequence[int]) -> Node:
-    """``x.reshape(shape)``, or x if it has that shape."""
     return x if static(value(x).shape) == static(shape) else rewriter.call(aten.reshape.default, x, static(shape))
 
 
@@ -130,7 +129,6 @@ class Rope:
         return self._tables[key]
 
     def _gathered(self, rewriter: Rewriter, cos: Tensor, sin: Tensor, indices: Node, half: int) -> tuple[Node, Node]:
-        """Rows at ``indices`` of constant tables."""
         constants = [rewriter.constant(x) for x in rewriter.ops.rope_tables(cos[:, :half], sin[:, :half], cos.dtype)]
         place = indices.next if indices.op == "call_function" else rewriter.first_call()
         with rewriter.graph.inserting_before(place):

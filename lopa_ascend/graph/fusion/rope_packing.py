@@ -15,11 +15,8 @@ from lopa_ascend.graph.fusion.rewriter import Change, NotFused, Rewriter
 
 @dataclass(frozen=True)
 class SplitPart:
-    """A part of a packed layer's result."""
-
     node: Node
     size: int
-    """Of the last dimension."""
     rope: Node | None
     """The call that rotates it; None if it is not rotated."""
 
@@ -89,7 +86,6 @@ class RopePacking:
         rewriter.rewrite(Match({"whole": whole, "cos": cos, "sin": sin}, inside), outputs, build)
 
     def _tables_for(self, rewriter: Rewriter, cos: Node, sin: Node, is_rotated: Sequence[bool]) -> tuple[Node, Node]:
-        """Tables that rotate only some heads."""
         if all(is_rotated):
             return cos, sin
         key = (cos, sin, *is_rotated)

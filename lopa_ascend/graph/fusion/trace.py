@@ -27,7 +27,6 @@ from lopa_ascend.model.plain import ModelError
 EXAMPLE_TOKENS = 10007
 """Tokens of the input that a model is traced with: a prime, so that no other size of a model equals it."""
 INSIDE = "plain."
-"""Prefix of the names of tensors in a trace."""
 ERRORS = (RuntimeError, AssertionError, ValueError, TypeError, AttributeError, LookupError)
 """What torch raises for modules that it cannot trace, and Python for wrong modules."""
 LIBRARIES = tuple(str(Path(str(package.__file__)).parent) for package in (torch, lopa_ascend))
@@ -52,7 +51,6 @@ class Trace:
     graph: Graph
     """Inputs are ``tokens`` and ``positions``; parameters and buffers are attributes by their names in the module."""
     constants: Mapping[str, Tensor]
-    """Single numbers that the graph reads as tensors, by attribute."""
     digest: str
     """Equal for models that compute the same ops of tensors of equal shapes, in any process."""
 

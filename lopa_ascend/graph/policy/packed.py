@@ -57,7 +57,6 @@ class Layout(NamedTuple):
 
 
 def layout(rows: Rows, launch: Launch, packing: Packing, constants: Constants, num_groups: int) -> Layout:
-    """Where a packed step computes what; ``num_groups``: branch-parallel groups."""
     (S, W), R = launch.blocks.shape, launch.slot_mapping.shape[1]
     if num_groups == 1:
         place, order, computes = _order(rows, constants, W)

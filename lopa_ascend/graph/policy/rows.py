@@ -30,10 +30,7 @@ class Launch(NamedTuple):
 
 
 class RequestParams(NamedTuple):
-    """Decoding parameters of each sequence."""
-
     mask: Annotated[Tensor, int32("sequences")]
-    """Token id."""
     ends: Annotated[Tensor, int32("sequences max_ends")]
     """Token ids that end the answer; unused places hold -1."""
     num_branches: Annotated[Tensor, int32("sequences")]
@@ -54,21 +51,14 @@ class Constants(NamedTuple):
     branches: Annotated[Tensor, int32("branches")]
     """The numbers from 0 on."""
     branch_precedes: Annotated[Tensor, boolean("branches branches")]
-    """Whether the row's branch comes before the column's."""
     cell_precedes: Annotated[Tensor, boolean("cells cells")]
-    """Whether the row's cell comes before the column's."""
     padding_positions: Annotated[Tensor, int32("sequences slots cells")]
     """Distinct flat cache positions that are written and never read."""
     no_cell: Annotated[Tensor, int32("one")]
-    """-1"""
     no_masks: Annotated[Tensor, float32("one")]
-    """0"""
     no_limit: Annotated[Tensor, float32("one")]
-    """Infinity"""
     no_confidence: Annotated[Tensor, float32("one")]
-    """-infinity"""
     no_rank: Annotated[Tensor, float32("one")]
-    """-1"""
 
 
 class State(NamedTuple):
@@ -85,8 +75,6 @@ class State(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The branches of a step."""
-
     tokens: Tensor
     """int32 [S, B, C]."""
     masked: Tensor

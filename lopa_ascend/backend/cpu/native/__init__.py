@@ -19,7 +19,6 @@ from lopa_ascend.backend.cpu.processor import bfloat16_instructions
 
 
 def load_cpu_ops(*, packs_weights: bool = False) -> CpuOps:
-    """The fastest ops of this processor and installation."""
     kernels = find_kernels()
     if kernels is None:
         return CpuOps(packs_weights=packs_weights)

@@ -44,7 +44,6 @@ def pack_int4(weight: Int4Weight) -> Int4Weight:
 
 
 def _padded(weight: Tensor, outputs: int, inputs: int) -> Tensor:
-    """A matrix with zeros up to multiples of so many rows and columns."""
     rows, columns = weight.shape
     return F.pad(weight, (0, -columns % inputs, 0, -rows % outputs))
 

@@ -38,8 +38,6 @@ SMALL = 32768
 
 
 class Kernels:
-    """The functions of the library that ``setup.py`` compiles."""
-
     def __init__(self, library: ctypes.CDLL):
         self._functions = {name: getattr(library, name) for name in ARGUMENTS}
         for name, types in ARGUMENTS.items():
@@ -54,12 +52,10 @@ class Kernels:
 
 
 def numbers(*values: int) -> ctypes.Array[ctypes.c_int64]:
-    """An array of integers as an argument of a function."""
     return (ctypes.c_int64 * len(values))(*values)
 
 
 def find_kernels() -> Kernels | None:
-    """The kernels; None if they were not compiled."""
     spec = find_spec(LIBRARY)
     if spec is None or spec.origin is None:
         return None
