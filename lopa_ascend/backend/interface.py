@@ -202,11 +202,9 @@ class Ops(Protocol):
     def quantize(self, x: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
         """x [T, in] as codes, and a scale for each row, float32 [T].
 
-        The scale of a row is its largest magnitude divided by that of the codes, and 0 for a row of zeros. Values are
-        rounded half to even.
-
-        Args:
-            codes: their dtype: int8, with numbers up to 127, or FP8, up to 448. Not every device has the latter.
+        The scale of a row is its largest magnitude divided by the codes' largest, and 0 for a row of zeros. Values are
+        rounded half to even. The dtype ``codes`` is int8, with numbers up to 127, or FP8, up to 448. Not every device
+        has the latter.
         """
         ...
 

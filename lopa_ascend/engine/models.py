@@ -46,7 +46,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def load(self, ops: Ops, tp: Group, num_positions: int) -> Model:
-        """Reads the weights of this rank's part. ``num_positions`` are those of the longest sequence.
+        """Reads the weights of this rank's part. The longest sequence has ``num_positions``.
 
         Raises:
             CheckpointError: the adapter cannot be loaded (found before any weight is read), or weights have wrong

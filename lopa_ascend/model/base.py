@@ -89,8 +89,7 @@ class SplitModel(Model, Protocol):
     """A model in fused ops, which ranks can split. ``config`` is the whole model's.
 
     ``weights`` are this rank's, by our names in the family's table. They are taken out of the mapping, so that none is
-    in memory twice when ``ops`` converts them. ``num_positions`` is those of a sequence; None: all that the model
-    allows.
+    in memory twice when ``ops`` converts them. A sequence may have ``num_positions``; None: all that the model allows.
     """
 
     family: Family

@@ -13,7 +13,7 @@ from lopa_ascend.parallel.collectives import CapturedGroup, Group
 EXACT = 256
 """Integers up to this one are exact in every dtype of sums."""
 STEP = 5
-"""How far the values of a rank are shifted against those of the rank before."""
+"""Shift of a rank's values against those of the rank before."""
 COLUMNS = 4
 """Values of a row that ranks gather."""
 PURPOSE = "start"

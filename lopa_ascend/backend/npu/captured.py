@@ -53,7 +53,7 @@ def capturing(**options: Any) -> Iterator[Graph]:
 
 
 class CapturedRun:
-    """A ``Run`` that replays a captured graph with other KV lengths than ``kv_lengths``, those of the capture.
+    """A ``Run`` that replays a captured graph with other KV lengths than the capture's, ``kv_lengths``.
 
     With ``in_thread`` a thread of its own gives the tasks their lengths while this one starts the replay. ``captured``,
     the captured function, holds the tensors whose memory the graph uses; every replay writes its result to ``output``.

@@ -61,7 +61,7 @@ class AttentionShape:
 
 
 def right_ops(ops: NpuOps, shape: AttentionShape, captures: bool) -> NpuOps:
-    """These ops, or those of the layout BSH if only these compute attention rightly. ``captures``: whether steps will
+    """These ops, or the ops of the layout BSH if only they compute attention rightly. ``captures``: whether steps will
     run as captured graphs. WrongKernelError names the kernel, its shape and its error."""
     begin = time.perf_counter()
     found = first_fault(ops, shape, captures)
@@ -114,7 +114,7 @@ def _refusal(ops: NpuOps, shape: AttentionShape, where: str, error: RuntimeError
 
 
 def _fault_in(ops: NpuOps, shape: AttentionShape, captures: bool) -> str | None:
-    """For entries that are all causal, or of which none is."""
+    """For entries that are all causal, or all not."""
     few, most = (PAGE_SIZE // 2, PAGE_SIZE + 3), (shape.max_keys, PAGE_SIZE - 1)
     least = shape.queries if shape.is_causal else 1
     kv_lengths = [[max(least, min(length, shape.max_keys)) for length in lengths] for lengths in (few, most)]

@@ -96,8 +96,8 @@ def check_versions(torch: str, torch_npu: str, graph_mode: str) -> None:
 
 
 def cann_of(torch_npu: str) -> str | None:
-    """The CANN that a version of torch_npu is made for: that of the newest listed post-release up to it; None if there
-    is none. UnsupportedStackError if this is no version."""
+    """The CANN that a version of torch_npu is made for, listed for its newest post-release up to it; None if there is
+    none. UnsupportedStackError if this is no version."""
     release, post_release = _parse(torch_npu)
     listed = {_parse(version)[1]: cann for version, cann in CANN_OF_TORCH_NPU.items() if release_of(version) == release}
     up_to_it = [post for post in listed if post <= post_release]
