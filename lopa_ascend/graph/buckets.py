@@ -30,6 +30,7 @@ class Bucket(NamedTuple):
     sequences: int
     blocks: int
     pages: int
+    """Of a slot."""
     branches: int
     """Of a sequence, on all ranks."""
     slots: int

@@ -51,7 +51,9 @@ class Constants(NamedTuple):
     branches: Annotated[Tensor, int32("branches")]
     """The numbers from 0 on."""
     branch_precedes: Annotated[Tensor, boolean("branches branches")]
+    """Whether the row's branch comes before the column's."""
     cell_precedes: Annotated[Tensor, boolean("cells cells")]
+    """Whether the row's cell comes before the column's."""
     padding_positions: Annotated[Tensor, int32("sequences slots cells")]
     """Distinct flat cache positions that are written and never read."""
     no_cell: Annotated[Tensor, int32("one")]
