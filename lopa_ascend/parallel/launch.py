@@ -70,8 +70,8 @@ class Rendezvous:
         return cls(rank, world_size, host, port, local)
 
     def check_world_size(self, config: EngineConfig) -> None:
-        """Refuses a number of ranks other than the configured one with a ParameterError that says which sizes would
-        fit."""
+        """Raises ParameterError, with the sizes that would fit, if not as many ranks were started as ``config`` asks
+        for."""
         if self.world_size != config.world_size:
             tp, bp = config.tensor_parallel_size, config.branch_parallel_size
             raise ParameterError(
@@ -99,7 +99,7 @@ class Rendezvous:
             )
 
     def check_interface(self) -> None:
-        """Refuses with a ParameterError a GLOO_SOCKET_IFNAME that this machine does not have."""
+        """Raises ParameterError for a GLOO_SOCKET_IFNAME that this machine does not have."""
         known = [name for _, name in socket.if_nameindex()]
         for name in os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK).split(","):
             if name not in known:

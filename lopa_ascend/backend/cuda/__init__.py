@@ -26,7 +26,7 @@ CAPABILITY = (8, 0)
 FP8_CAPABILITIES = (8, 9), (9, 0), (10, 0)
 """Those for which torch multiplies float8 with a scale for each row and output (RTX 40 and L40S, H100, B200)."""
 FP8_MULTIPLE = 16
-"""Inputs and outputs of a weight must be multiples of this for it."""
+"""Inputs and outputs of a float8 weight must be multiples of this."""
 INTERPRETED = "TRITON_INTERPRET"
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -186,14 +186,14 @@ def _load_launcher() -> None:
 
 
 def check_capability(name: str, capability: tuple[int, int]) -> None:
-    """Refuses a GPU that is too old with a ParameterError."""
+    """Raises ParameterError for a GPU that is too old."""
     if capability < CAPABILITY:
         found, needed = (".".join(map(str, version)) for version in (capability, CAPABILITY))
         raise _refusal(f"{name} has compute capability {found}", f"it needs {needed} (A100) or newer")
 
 
 def check_fp8_capability(name: str, capability: tuple[int, int]) -> None:
-    """Refuses a GPU for which torch has no products of float8 with row-wise scales with a ParameterError."""
+    """Raises ParameterError for a GPU for which torch has no products of float8 with row-wise scales."""
     if capability not in FP8_CAPABILITIES:
         found, *needed = (".".join(map(str, version)) for version in (capability, *FP8_CAPABILITIES))
         message = f"fp8 weights need a GPU of compute capability {' or '.join(needed)}, and {name} has {found}"
@@ -201,7 +201,7 @@ def check_fp8_capability(name: str, capability: tuple[int, int]) -> None:
 
 
 def _check_fp8(model: ModelConfig, ranks: int, path: str, *, any_dtype: bool) -> None:
-    """Refuses a model that the products of float8 do not take with a ParameterError."""
+    """Raises ParameterError for a model that the products of float8 do not take."""
     if model.dtype != "bfloat16" and not any_dtype:
         raise ParameterError("dtype", f"fp8 weights on device cuda need dtype bfloat16, got {model.dtype}")
     heads, kv_heads = model.local_heads(ranks), model.local_kv_heads(ranks)

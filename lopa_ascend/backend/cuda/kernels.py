@@ -358,8 +358,8 @@ def attend_part(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Attention of the rows of a tile over the keys ``begin`` to ``end``: the largest score of each row, the sum of the
-    powers of 2 of the scores less that, and the sum of the values with these weights."""
+    """Attention of the rows of a tile over the keys ``begin`` to ``end``: the largest score of each row, the sum of
+    2^(score - largest), and the sum of the values with these weights."""
     d = tl.arange(0, BLOCK_DIM)
     key = tl.arange(0, BLOCK_KEYS)
     # Not -inf, which cannot be subtracted from itself.

@@ -224,7 +224,7 @@ class Ge(PackageCompiler):
 
 
 class NpuGraphEx(PackageCompiler):
-    """npugraph_ex's passes over a step, and an ACL graph captured of the result. This class captures itself:
+    """npugraph_ex's passes over a step, and an ACL graph captured of the result. The capture is this class's own:
     npugraph_ex would capture every graph on another stream, and graphs on different streams cannot share memory, even
     out of one pool."""
 

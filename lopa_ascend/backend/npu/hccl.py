@@ -29,8 +29,8 @@ MODES = {"AI_CPU": AI_CPU, "AIV": VECTOR_CORES, "AIV_ONLY": VECTOR_CORES_ALONE}
 
 def communicator_options(purpose: str, timeout: int, mode: int | None = None) -> Any:
     """Options of a communicator for the purpose "tp" or "bp". A variable of HCCL that the user has set wins, unless
-    ``mode`` is given. HCCL gives up a silent rank after ``timeout`` seconds. ParameterError if ``TP_VARIABLE`` is
-    unknown.
+    ``mode`` is given. HCCL gives up a silent rank after ``timeout`` seconds. ParameterError for an unknown
+    ``TP_VARIABLE``.
 
     By CANN's documents only one communicator of a die may use the vector cores; two of them can wait for each other for
     ever. This is the tensor parallel one, which sums twice a layer, unless the variable says otherwise. All others
