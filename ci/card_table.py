@@ -50,12 +50,12 @@ def table() -> str:
 
 
 def _positions(free: int, model: ModelConfig, engine: EngineConfig) -> str:
-    """What ``Device.kv_memory`` gives the pool if it leaves room for a step, with FEWER tokens if need be."""
+    """What the KV pool gets of the free memory once a step's logits, and twice its activations, are set aside."""
     usual, page = engine.batched_tokens(engine.longest_sequence(model)), page_bytes(model.kv_shape(1), BYTES)
     for tokens, mark in ((usual, ""), (FEWER, "*")):
-        logits = tokens * model.vocab_size * BYTES
-        pool = max(0, free - logits) * 4 // 5
-        if free - pool >= step_bytes(model, tokens, BYTES, 1) + logits:
+        reserved = tokens * (model.vocab_size * BYTES + page // PAGE_SIZE) + 2 * step_bytes(model, tokens, BYTES, 1)
+        pool = max(0, free - reserved) * 4 // 5
+        if pool >= engine.longest_sequence(model) * page // PAGE_SIZE:
             return f"{pool // page * PAGE_SIZE // 1000:,}k{mark}"
     return "no"
 

@@ -1,6 +1,6 @@
-"""LoPA-Dist-Ascend: a serving engine for diffusion language models on Huawei Ascend 910C, which also runs on CPUs.
+"""LoPA-Dist-Ascend: a serving engine for diffusion language models on Huawei Ascend 910C, NVIDIA GPUs and CPUs.
 
-The public names are imported on first use, so that parts of the package that need no torch can be used without it.
+Public names are imported on first use: parts of the package need no torch.
 """
 
 from __future__ import annotations

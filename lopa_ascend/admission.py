@@ -16,11 +16,7 @@ from lopa_ascend.types import DREAM, GappedText, ModelProperties
 
 
 def check_decoding(params: DecodingParams, properties: ModelProperties) -> None:
-    """Refuses a decoding that a model of these properties was not trained for.
-
-    Raises:
-        ParameterError: the message lists those that it was trained for.
-    """
+    """Raises ParameterError for a decoding that a model was not trained for; the message lists those that fit."""
     what = "which attends to all positions"
     if properties.is_block_causal:
         what = f"which is block-causal and predicts {'the next' if properties.logit_shift else 'each'} position"
@@ -46,48 +42,38 @@ def _chosen_by(params: DecodingParams) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request may ask of a running engine: the limits of its model, its memory and its configuration."""
+    """Limits of a running engine's model, memory and configuration."""
 
     vocab_size: int
-    """Rows of the model's embedding: token ids are below it."""
     mask_token_id: int
     max_model_len: int
     """Most tokens of prompt and answer together."""
     num_pages: int
-    """KV pages of the engine."""
     max_num_seqs: int
-    """Requests that run at the same time."""
     max_num_batched_tokens: int
-    """Most tokens computed in one step, unless the anchor of one request alone has more."""
+    """Most tokens computed in one step, unless one request's anchor alone has more."""
     max_num_branches: int
     """Most lookahead branches of a request."""
     max_top_k: int | None = None
-    """Largest top_k of a request; None: any."""
     branch_parallel_size: int = 1
-    """Groups of ranks over which the branches of a request are spread."""
     graph_mode: str = "eager"
     num_token_ids: int | None = None
-    """Token ids from this one on do not exist in the tokenizer and are never generated; None: all exist."""
+    """The tokenizer has no ids from this one on, so they are never generated; None: it has all."""
     eos_token_ids: tuple[int, ...] = ()
-    """The model's own, for requests that set none."""
+    """The model's, for requests that set none."""
     properties: ModelProperties = DREAM
-    """The model's."""
 
     def num_slots(self, params: DecodingParams) -> int:
-        """Slots that a request has in each group of ranks."""
+        """Slots of a request in each branch-parallel group."""
         return slots_for(params.most_rows, self.branch_parallel_size)
 
     def max_branches(self, window: int) -> int:
-        """The most branches, the anchor included, of one request in one step, so that no rank computes more than
-        ``max_num_batched_tokens`` tokens. It depends on nothing but the request, so neither do the tokens.
-
-        Args:
-            window: positions of the longest branch.
-        """
+        """Most branches, anchor included, of one request in one step, if the longest has ``window`` positions: no rank
+        computes more than ``max_num_batched_tokens`` tokens. Other requests do not count, so they change no token."""
         return max(1, self.max_num_batched_tokens // window * self.branch_parallel_size)
 
     def maxima(self) -> dict[str, int]:
-        """The largest value that a request can have, for each decoding parameter that this engine limits."""
+        """The largest value of each decoding parameter that this engine limits."""
         longest = self.max_model_len - 1  # a prompt has one token at least
         maxima = {"max_new_tokens": longest, "min_new_tokens": longest, "num_branches": self.max_num_branches}
         if self.max_top_k is not None:
@@ -95,15 +81,7 @@ class Limits:
         return maxima
 
     def check(self, prompt_tokens: int, params: DecodingParams) -> None:
-        """Refuses a request that this engine could never run.
-
-        Args:
-            prompt_tokens: length of the prompt.
-            params: how the request is decoded.
-
-        Raises:
-            ParameterError: the request does not fit; ``param`` names the field, and the message has the numbers.
-        """
+        """Raises ParameterError for a request that this engine could never run; ``param`` names the field."""
         check_decoding(params, self.properties)
         self._check_length(prompt_tokens, params)
         if params.lookaheads > self.max_num_branches:
@@ -121,12 +99,8 @@ class Limits:
     def check_continuations(
         self, prompt_tokens: int, params: DecodingParams, continuations: Sequence[Sequence[int]]
     ) -> None:
-        """Refuses continuations of a prompt that cannot be scored in one pass, or token ids that do not exist. A causal
-        model's prompt comes before them.
-
-        Raises:
-            ParameterError: as ``check``; ``param`` is "continuations".
-        """
+        """Raises ParameterError for continuations that one pass cannot score, or token ids that do not exist. A causal
+        model computes the prompt before that pass."""
         if self.properties.is_causal:
             prompt_tokens = 0
         if prompt_tokens + params.max_new_tokens > self.max_num_batched_tokens:
@@ -140,11 +114,7 @@ class Limits:
                 raise ParameterError("continuations", f"token id {token} is the mask, or does not exist")
 
     def check_gaps(self, params: DecodingParams, text: GappedText) -> None:
-        """Refuses a text with gaps that a decoding cannot fill; see ``core.Request``. ``check`` looks at its length.
-
-        Raises:
-            ParameterError: ``param`` is "gaps".
-        """
+        """Raises ParameterError for a text with gaps that the decoding cannot fill. ``check`` looks at its length."""
         if self.properties.has_blocks:
             attention = self.properties.attention.replace("_", "-")
             message = f"needs a model that attends to all positions, such as Dream or LLaDA; this one is {attention}"
@@ -172,11 +142,10 @@ class Limits:
                 raise ParameterError("gaps", f"token id {token} does not exist")
 
     def room(self, prompt_tokens: int, block_size: int) -> int:
-        """The most tokens that can follow a prompt."""
         return self.properties.room(self.max_model_len, prompt_tokens, block_size)
 
     def _check_length(self, prompt_tokens: int, params: DecodingParams) -> None:
-        """Refuses a request whose prompt and answer together are longer than ``max_model_len``."""
+        """Prompt and answer together have at most ``max_model_len`` tokens."""
         if prompt_tokens < 1:
             raise ParameterError("prompt", "must not be empty")
         room = self.room(prompt_tokens, params.block_size)
@@ -190,8 +159,8 @@ class Limits:
             raise ContextLengthError("max_new_tokens", message)
 
     def _check_first_step(self, prompt_tokens: int, params: DecodingParams) -> None:
-        """Refuses a request whose first step would compute more tokens than ``max_num_batched_tokens``: the prompt, and
-        the first block or the whole canvas. A causal model's prompt comes in pieces, before its first block."""
+        """The first step computes the prompt, and the first block or the whole canvas: at most
+        ``max_num_batched_tokens`` tokens. A causal model's prompt comes in pieces, before its first block."""
         if self.properties.is_causal:
             prompt_tokens = 0
         if params.is_pipelined:
@@ -208,13 +177,13 @@ class Limits:
             raise ParameterError("prompt" if num_opened < self.max_num_batched_tokens else name, message)
 
     def _first_window(self, params: DecodingParams) -> int:
-        """The most generated positions of the first block."""
+        """Most generated positions of the first block."""
         size = params.row_length
         return self.properties.limit(0, min(size, params.max_new_tokens), size)
 
     def _check_branches(self, prompt_tokens: int, params: DecodingParams) -> None:
-        """Refuses branches that one step cannot compute together even while windows are smallest. As windows grow, a
-        step has as many of the branches as ``max_branches`` allows."""
+        """One step must be able to compute all branches while windows are smallest. As windows grow, ``max_branches``
+        limits the branches of a step."""
         if params.is_auto:
             return
         sizes, window = f"block_size {params.block_size}", self._first_window(params)
@@ -230,7 +199,6 @@ class Limits:
             raise ParameterError("num_branches", message)
 
     def _check_pages(self, prompt_tokens: int, params: DecodingParams) -> None:
-        """Refuses a request that can need more KV pages than the engine has."""
         size, longest = params.block_size, params.max_new_tokens
         num_shared_positions = self.properties.origin(prompt_tokens, size) if params.is_pipelined else 0
         limit = self.properties.limit(prompt_tokens, longest, size)
@@ -244,12 +212,12 @@ class Limits:
             raise ParameterError("num_branches" if params.lookaheads else "max_new_tokens", message)
 
     def check_token_ids(self, params: DecodingParams) -> None:
-        """Checks the token ids that a request names. Texts in ``bad_words`` are not looked at: ``Prompts.for_engine``
-        makes token ids of them.
+        """Checks the token ids that a request names. Texts in ``bad_words`` are left out: ``Prompts.for_engine`` makes
+        token ids of them.
 
         Raises:
-            ParameterError: the model does not have an id; the mask would end every answer; an id has a bias and is
-                never generated; or no token would be left for a position.
+            ParameterError: the model has no such id; the mask would end every answer; an id with a bias is never
+                generated; or a position would have no token left.
         """
         token_ids = {
             "eos_token_id": params.eos_ids_or(()),
@@ -271,7 +239,7 @@ class Limits:
         self._check_choice(params)
 
     def _check_choice(self, params: DecodingParams) -> None:
-        """Refuses parameters that would leave no token for a position."""
+        """Every position must have a token left."""
         eos = params.eos_ids_or(self.eos_token_ids)
         # The last token of a longer word is banned wherever the word's beginning may still be filled in.
         never = {self.mask_token_id, *(word[-1] for word in banned_ids(params))}
@@ -282,10 +250,10 @@ class Limits:
             raise ParameterError("min_new_tokens", message)
 
     def _are_all_ids(self, tokens: set[int]) -> bool:
-        """Whether ``tokens``, which hold the mask, hold all ids that can be generated."""
+        """Whether ``tokens``, the mask among them, are all ids that can be generated."""
         return sum(token < self._num_token_ids for token in tokens) == self._num_token_ids
 
     @property
     def _num_token_ids(self) -> int:
-        """Ids that can be generated, and the mask."""
+        """Ids that can be generated, and the mask's."""
         return self.vocab_size if self.num_token_ids is None else self.num_token_ids

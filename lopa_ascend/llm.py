@@ -41,12 +41,12 @@ from lopa_ascend.types import GenerationOutput, Progress, Update
 
 
 class GenerationError(RuntimeError):
-    """A request failed inside the engine: its logits were not finite, or a step that it ran in had no memory."""
+    """A request failed inside the engine: its logits were not finite, or a step had no memory."""
 
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Holds back Ctrl-C (SIGINT) until the end of the ``with`` block, so that nothing in it is left half done."""
+    """Holds back Ctrl-C (SIGINT) until the end of the ``with`` block: nothing in it is left half done."""
     handler = signal.getsignal(signal.SIGINT)
     # Python runs signal handlers in the main thread alone. None is a handler that Python could not put back.
     if threading.current_thread() is not threading.main_thread() or handler is None:
@@ -65,26 +65,24 @@ def deferred_interrupts() -> Iterator[None]:
 class LLM:
     """A loaded model that is ready to generate.
 
-    With ``tensor_parallel_size`` or ``branch_parallel_size`` above 1, the other ranks are started on this machine. They
-    end with ``close``, with the ``with`` block, or with this process. Under torchrun no ranks are started: every rank
-    must make the same calls, and gets the same outputs.
+    With ``tensor_parallel_size`` or ``branch_parallel_size`` above 1 other ranks start on this machine, and end with
+    ``close`` or with this process. Under torchrun every rank must make the same calls, and gets the same outputs.
 
-    Several threads may make calls, which wait for one another: prompts run together if one call has them all. Ctrl-C
-    takes effect between two steps; the requests of the call that it ends are aborted.
+    Calls from several threads wait for one another: prompts run together if one call has them all. Ctrl-C takes effect
+    between two steps, and aborts the requests of its call.
 
     Args:
         model: Hugging Face directory of a Dream or of a registered model, or its name on the hub, ORG/NAME or
-            ORG/NAME@REVISION; None: the bundled model. Code beside a model is never run: there is no
-            ``trust_remote_code``.
-        options: the other fields of ``lopa_ascend.config.EngineConfig``, e.g. ``lora``, ``dtype``, ``max_model_len``,
-            ``kv_cache_memory``, ``max_num_seqs``, ``seed``. ``graph_params`` says what graphs are compiled for; by
-            default that is what the model's directory recommends.
+            ORG/NAME@REVISION; None: the bundled model. Code beside a model is never run.
+        options: other fields of ``lopa_ascend.config.EngineConfig``, e.g. ``lora``, ``dtype``, ``max_model_len``,
+            ``kv_cache_memory``, ``max_num_seqs``, ``seed``. ``graph_params``: what graphs are compiled for; by default
+            what the model's directory recommends.
 
     Raises:
         CheckpointError, ConfigError, ModelError, TokenizerError: the directory cannot be served. No weights were
             loaded, unless their values are wrong, such as NaN.
-        ParameterError: an option is unknown or not allowed, or the model cannot be split over so many ranks; or what
-            is named on the hub cannot be downloaded, or does not fit into this machine.
+        ParameterError: an option is unknown or not allowed, so many ranks cannot split the model, or a name on the hub
+            cannot be downloaded or does not fit into this machine.
         RankError: a rank did not start. Later calls raise it when a rank has ended or hangs.
     """
 
@@ -111,16 +109,15 @@ class LLM:
         )
         self._ids = itertools.count()
         self._updates: dict[str, deque[Update]] = {}
-        """By id of each running request: updates that its reader has not received yet."""
+        """By id of a running request: updates that its reader has not received yet."""
         # Reentrant: a stream may be collected as garbage, and so ended, in the middle of another call.
         self._lock = threading.RLock()
         self._is_stepping = False
         self._ended: list[str] = []
-        """Requests whose streams were collected as garbage in the middle of a step; they are aborted after it."""
+        """Requests to abort after this step: their streams were collected as garbage during it."""
 
     def close(self) -> None:
-        """Ends the other ranks, after which nothing more can be generated, and the processes of grammars and chat
-        templates."""
+        """Ends the other ranks, and the processes of grammars and chat templates."""
         self.engine.close()
         self.prompts.close()
 
@@ -134,63 +131,43 @@ class LLM:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def params(self, **options: Any) -> DecodingParams:
-        """Decoding parameters for this model: what its directory recommends (``generation_config.json``), and for all
-        others the usual defaults.
-
-        Args:
-            options: parameters in place of these.
-
-        Raises:
-            ParameterError: an option is unknown or not allowed.
-        """
+        """Decoding parameters for this model: ``options``, then what ``generation_config.json`` recommends, then usual
+        defaults. Raises ParameterError for an option that is unknown or not allowed."""
         refuse_unknown(options, tuple(DecodingParams.all_parameters()))
         return DecodingParams(**{**fitting_defaults(self._recommended, options), **options})
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
-        """The token ids of a prompt.
-
-        Raises:
-            ParameterError: the prompt is empty, has ids that the model does not have, or is text without a tokenizer.
-        """
+        """The token ids of a prompt. Raises ParameterError if it is empty, has ids that the model does not have, or is
+        text without a tokenizer."""
         return self.prompts.encode(prompt)
 
     def tokenize_chat(
         self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """The token ids that the chat template makes of a conversation, with further variables for the template.
-
-        Raises:
-            ParameterError: there is no template, it refuses the messages, or it does not read a variable.
-        """
+        """The token ids of a conversation. Raises ParameterError if there is no chat template, it refuses the messages,
+        or it does not read a variable."""
         return self.prompts.encode_chat(messages, variables=chat_template_kwargs)
 
     def check(self, prompt_token_ids: Sequence[int], params: DecodingParams) -> None:
-        """Refuses a request that this model could never run.
-
-        Raises:
-            ParameterError: the request does not fit, or has stop strings or bad words although there is no tokenizer.
-        """
+        """Raises ParameterError for a request that this model could never run: it does not fit, or has stop strings or
+        bad words without a tokenizer."""
         self.engine.limits.check(len(prompt_token_ids), self.prompts.for_engine(params))
 
     def stream(
         self, prompt: str | Sequence[int], params: DecodingParams | None = None, *, trace: bool = False
     ) -> Generator[Progress, None, None]:
-        """Generates for one prompt, and yields what is final after each forward pass.
+        """Generates for one prompt, and yields what is final after each forward pass; the last item has the output.
 
         Several streams may run at the same time; reading one of them advances all. The request ends when the iterator
         is closed or an error is raised.
 
         Args:
-            prompt: a text or token ids.
-            params: how it is decoded; by default as the model's directory recommends, see ``params``.
-            trace: whether the output has a record of each forward pass.
-
-        Yields:
-            What is final so far; the last item has the output.
+            params: by default ``self.params()``.
+            trace: the output has a record of each forward pass.
 
         Raises:
             ParameterError: see ``tokenize`` and ``check``.
-            GenerationError: the model's logits are not finite, or there was no memory for a step.
+            GenerationError: the request failed.
         """
         params = params or self.params()
         token_ids = self.tokenize(prompt)
@@ -220,7 +197,7 @@ class LLM:
         return self._add(request), OutputStream(prompt, params, self.tokenizer)
 
     def _add(self, request: Request) -> str:
-        """Hands a request to the engine, and returns its id; ``_end`` must follow."""
+        """As ``_begin``, for a request; returns its id."""
         self.engine.add(request)
         self._updates[request.request_id] = deque()
         return request.request_id
@@ -252,16 +229,13 @@ class LLM:
         trace: bool = False,
         quiet: bool = False,
     ) -> list[GenerationOutput]:
-        """Generates for several prompts, which run together.
+        """Generates for several prompts, which run together. Outputs have the order of the prompts.
 
         Args:
-            prompts: texts or lists of token ids; one text or one list of token ids alone is one prompt.
-            params: how all of them are decoded; by default as the model's directory recommends, see ``params``.
+            prompts: texts or lists of token ids, or one of these alone.
+            params: of all prompts; by default ``self.params()``.
             trace: the outputs have a record of each forward pass.
             quiet: show no progress bar.
-
-        Returns:
-            One output for each prompt, in their order.
 
         Raises:
             ParameterError: a prompt or a parameter cannot be served; nothing was generated.
@@ -278,18 +252,11 @@ class LLM:
         trace: bool = False,
         quiet: bool = False,
     ) -> list[GenerationOutput]:
-        """Generates the next message of several conversations, which run together.
+        """Generates the next message of several conversations, which run together; otherwise as ``generate``.
 
         Args:
-            conversations: lists of messages, which have "role" and "content"; one list of messages is one
-                conversation.
-            params: how all of them are decoded; by default as the model's directory recommends, see ``params``.
-            chat_template_kwargs: further variables for the chat template, such as ``{"enable_thinking": False}``.
-            trace: the outputs have a record of each forward pass.
-            quiet: show no progress bar.
-
-        Returns:
-            One output for each conversation, in their order.
+            conversations: lists of messages with "role" and "content", or one such list alone.
+            chat_template_kwargs: variables for the chat template, e.g. ``{"enable_thinking": False}``.
 
         Raises:
             ParameterError: see ``generate`` and ``tokenize_chat``.
@@ -304,21 +271,18 @@ class LLM:
         continuations: Sequence[str | Sequence[int]],
         params: DecodingParams | None = None,
     ) -> list[tuple[float, ...]]:
-        """How probable each of several continuations of a prompt is.
+        """The log probability of each token of several continuations of a prompt, in nats.
+
+        All places are masked: no token sees the others, so their sum is no log probability of the text. Causal models
+        predict each token from those before it.
 
         Args:
-            prompt: a text or token ids.
-            continuations: texts, of which each is tokenized by itself, or lists of token ids.
-            params: whose attention and blocks the pass has; by default those that the model's directory recommends.
-
-        Returns:
-            For each continuation the log probability of each of its tokens, in nats. All places are masked, so for
-            several tokens the sum is no log probability of the text: no token is known to the others. Causal models
-            predict each token from those before it.
+            continuations: texts, each tokenized by itself, or lists of token ids.
+            params: give attention and blocks; by default ``self.params()``.
 
         Raises:
             ParameterError: a text or a token id cannot be used, or the continuations do not fit into one pass.
-            GenerationError: the model's logits are not finite, or there was no memory for the step.
+            GenerationError: the request failed.
         """
         if not continuations:
             raise ParameterError("continuations", "must not be empty")
@@ -344,18 +308,16 @@ class LLM:
         """Fills the gaps of a text.
 
         Args:
-            parts: texts, of which each is tokenized by itself, or lists of token ids, and between them ``Gap``; the
-                first is no gap.
-            params: how the gaps are filled, by a decoding of a whole canvas such as "parallel"; by default as the
-                model's directory recommends.
+            parts: texts, each tokenized by itself, lists of token ids, and ``Gap``; the first part is no gap.
+            params: with a decoding of a whole canvas, e.g. "parallel"; by default ``self.params()``.
 
         Returns:
-            The output, whose ``gaps`` have what is in each. ``text`` is the whole text, with what was given as it was;
-            None without a tokenizer, or if a part was given as token ids.
+            The output. ``gaps`` has the content of each gap. ``text`` is the whole text, given parts unchanged; None
+            without a tokenizer, or if a part was given as token ids.
 
         Raises:
             ParameterError: a part cannot be used, the parts do not fit, or the decoding fills no gaps.
-            GenerationError: the model's logits are not finite, or there was no memory for a step.
+            GenerationError: the request failed.
         """
         prompt, pieces = pieces_of(parts, self._tokenize_part)
         asked = params or self.params()
@@ -385,15 +347,11 @@ class LLM:
             raise error.at(field) from None
 
     def save_trace(self, path: str | Path, output: GenerationOutput, params: DecodingParams | None = None) -> None:
-        """Writes the forward passes of an output to a file of JSON lines, which the server's page at / opens.
-
-        Args:
-            path: the file; an existing one is overwritten.
-            output: what ``generate``, ``chat`` or ``stream`` made with ``trace=True``.
-            params: those that were given to it.
+        """Writes the forward passes of an output to a file of JSON lines, which the server's page at / opens. An
+        existing file is overwritten. ``params`` are those of the output.
 
         Raises:
-            ValueError: the output has no trace.
+            ValueError: the output was not made with ``trace=True``.
             OSError: the file cannot be written.
         """
         if output.trace is None:
@@ -415,7 +373,7 @@ class LLM:
         *,
         is_conversation: bool = False,
     ) -> list[GenerationOutput]:
-        """As ``generate``, for prompts that are token ids."""
+        """As ``generate``, for token ids."""
         params = params or self.params()
         unfinished: dict[int, tuple[str, OutputStream]] = {}
         outputs: dict[int, GenerationOutput] = {}
@@ -438,7 +396,7 @@ class LLM:
         return [outputs[index] for index in range(len(prompts))]
 
     def _step_and_drain(self, unfinished: dict[int, tuple[str, OutputStream]]) -> dict[int, GenerationOutput]:
-        """Makes a step; takes the requests that it has finished out of ``unfinished``, and returns their outputs."""
+        """Makes a step. Moves the requests that it finishes from ``unfinished`` into the returned outputs."""
         self._step()
         outputs: dict[int, GenerationOutput] = {}
         for index, (request_id, stream) in list(unfinished.items()):
@@ -454,22 +412,13 @@ class LLM:
 
 
 def _push(output: OutputStream, update: Update) -> GenerationOutput | None:
-    """The output of a request, if an update is its last one.
-
-    Raises:
-        GenerationError: the engine could not go on with the request.
-    """
+    """The output of a request, if an update is its last one. Raises GenerationError if the request has failed."""
     if update.error is not None:
         raise GenerationError(update.error)
     return output.push(update)
 
 
 def _prompts(value: object) -> list[str | Sequence[int]]:
-    """The prompts that the argument ``prompts`` gives.
-
-    Raises:
-        ParameterError: it is neither a prompt nor a list of prompts.
-    """
     if isinstance(value, str):
         return [value]
     if _is_list(value) and all(isinstance(item, str) or _is_list(item) for item in value):
@@ -480,11 +429,6 @@ def _prompts(value: object) -> list[str | Sequence[int]]:
 
 
 def _conversations(value: object) -> list[Sequence[Mapping[str, Any]]]:
-    """The conversations that the argument ``conversations`` gives.
-
-    Raises:
-        ParameterError: it is neither a conversation nor a list of conversations.
-    """
     if _is_conversation(value):
         return [value]
     if _is_list(value) and value and all(map(_is_conversation, value)):
@@ -494,7 +438,6 @@ def _conversations(value: object) -> list[Sequence[Mapping[str, Any]]]:
 
 
 def _is_conversation(value: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
-    """Whether the value is a list of messages, at least one."""
     return _is_list(value) and bool(value) and all(isinstance(message, Mapping) for message in value)
 
 

@@ -1,4 +1,4 @@
-"""A hook around the parts of a step, for benchmarks: how long each part takes, and how much work it gets."""
+"""A hook around the parts of a step, for benchmarks: the time and the work of each part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Probe = Callable[[str, Any], AbstractContextManager[object]]
-"""``with probe(part, work):`` encloses every run of a part. The parts, and the work that they are given:
+"""``with probe(part, work):`` encloses every run of a part. The parts and their work:
 
 - "forward": the model's forward pass; ``ForwardInputs``.
 - "score": logits and scores of some positions; (number of positions, ``Scoring``).
@@ -20,17 +20,12 @@ Probe = Callable[[str, Any], AbstractContextManager[object]]
 
 
 def no_probe(part: str, work: object) -> AbstractContextManager[object]:
-    """The default: measures nothing."""
     return nullcontext()
 
 
 @dataclass
 class PartTimes:
-    """A probe that counts calls and seconds by part.
-
-    Args:
-        clock: returns seconds; by default the CPU time of this process.
-    """
+    """A probe that counts calls and seconds by part. By default seconds are CPU time of this process."""
 
     clock: Callable[[], float] = time.process_time
     seconds: dict[str, float] = field(default_factory=dict)

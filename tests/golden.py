@@ -88,3 +88,50 @@ def rounds(trace: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return out
+
+
+def rounds_of(output: Any) -> list[dict[str, Any]]:
+    """The passes of an output with a trace in the form of ``rounds``, as far as ``first_difference`` reads it."""
+    return [
+        {
+            "winner": record.winner,
+            "fills": [(fill.position, fill.token) for fill in record.fills],
+            "masked": [(fill.position, fill.token, fill.max_prob, fill.confidence) for fill in record.fills],
+            "confidences": [branch.score for branch in record.branches],
+        }
+        for record in output.trace
+    ]
+
+
+def first_difference(
+    ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tau_conf: float
+) -> dict[str, Any] | None:
+    """The first pass that decides otherwise, and its margin: by how little the same decision was missed. None if all
+    decide alike.
+
+    Where the winner differs, the margin is the gap between the best two branches; where a position has other tokens,
+    the difference of their probabilities; where only one side fills it, how far its confidence is from the threshold,
+    or from the best one, which a block without any other has to fill.
+    """
+    for number, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
+        filled, expected = dict(mine["fills"]), dict(other["fills"])
+        if (mine["winner"], filled) == (other["winner"], expected):
+            continue
+        margins = []
+        if mine["winner"] != other["winner"]:
+            best = sorted(other["confidences"] or mine["confidences"], reverse=True)
+            margins += [best[0] - best[1]] if len(best) > 1 else []
+        known = {position: (token, prob, conf) for position, token, prob, conf in (*mine["masked"], *other["masked"])}
+        most = max((conf for _, _, conf in known.values()), default=0.0)
+        mine_by, other_by = ({row[0]: row[1:] for row in each["masked"]} for each in (mine, other))
+        for position in known:
+            if position in mine_by and position in other_by and mine_by[position][0] != other_by[position][0]:
+                margins.append(abs(mine_by[position][1] - other_by[position][1]))
+            elif (position in filled) != (position in expected):
+                conf = known[position][2]
+                margins += [abs(conf - tau_conf), *([most - conf] if conf < most else [])]
+        margin = min(margins, default=float("inf"))
+        return {"pass": number, "ours": sorted(filled.items()), "recorded": sorted(expected.items()), "margin": margin}
+    if len(ours) != len(theirs):
+        return {"pass": min(len(ours), len(theirs)), "margin": float("inf")}
+    return None

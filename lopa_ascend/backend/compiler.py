@@ -43,6 +43,8 @@ class Compiler(ABC):
     """CPU seconds in which a bucket is compiled: for any model, and in addition for each layer. None: not measured."""
     rehearses = False
     """Whether buckets are to be rehearsed before any is compiled; see ``rehearse``."""
+    packs: bool = False
+    """Whether a bucket takes so little time that there are packed ones, too; see ``graph/buckets.py``."""
     num_compilations: int
     """Buckets that were compiled."""
     num_loaded: int
@@ -165,6 +167,7 @@ class Eager(Compiler):
     """Compiles nothing: each op of a step is a launch of its own."""
 
     mode = "eager"
+    packs = True
 
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
         def run(kv_lengths: Sequence[int]) -> Tensor:

@@ -1,8 +1,8 @@
 """Loads the weights of a model: read a checkpoint, slice this rank's part, merge a LoRA adapter, quantise, stack, cast.
 
-Each step is a stream of (name, tensor), so that only one tensor at a time is in memory beside the result. Slicing comes
-before merging, so that the float32 temporaries of the merge have the size of the slice. Layers that are quantised and
-split by columns are the exception: they are merged whole, because the scale of a row is that of all its columns.
+Each step is a stream of (name, tensor): only one tensor at a time is in memory beside the result. Slicing comes before
+merging, so the float32 temporaries of the merge are slices. Layers that are quantised and split by columns are merged
+whole: a row has one scale for all its columns.
 """
 
 from __future__ import annotations
@@ -59,11 +59,7 @@ __all__ = [
 
 
 def with_dtype(config: ModelConfig, dtype: str) -> ModelConfig:
-    """``config`` with the ``dtype`` that the weights are to have: "float32", "bfloat16", or "auto" to leave it.
-
-    Raises:
-        ValueError: ``dtype`` is unknown.
-    """
+    """``config`` with another ``dtype``; "auto" leaves it. Raises ValueError for an unknown one."""
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype: unknown value {dtype!r}; choose one of {', '.join(WEIGHT_DTYPES)}")
     return config if dtype == "auto" else replace(config, dtype=dtype)
@@ -82,32 +78,28 @@ def load(
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """Loads a rank's weights, with a PEFT adapter merged in if there is one.
 
-    Host memory peaks at the weights that are returned plus one tensor of the checkpoint. With an adapter, the float32
-    temporaries of merging one tensor come on top: of the rank's part of it, or of the whole tensor if it is quantised
-    and split by columns.
+    Host memory peaks at the result plus one tensor of the checkpoint. An adapter adds float32 temporaries of one
+    tensor: of the rank's part, or of all of it if the layer is quantised and split by columns.
 
     Args:
-        checkpoint: what to load.
-        lora: directory of a PEFT LoRA adapter; None for no adapter.
-        draft_adapter: one that is not merged, but among the weights that are returned; see ``lora.draft_factors``.
+        lora: directory of a PEFT LoRA adapter.
+        draft_adapter: is not merged, but among the returned weights; see ``lora.draft_factors``.
         dtype: "float32", "bfloat16", or "auto" for the one that ``config.json`` names.
-        dtypes: by name in the checkpoint, the dtype of each tensor; None: all have ``dtype``.
-        device: where the weights go.
-        shard: which part to load; the rest of the files is not read. None: the whole model.
+        dtypes: of each tensor by name in the checkpoint; None: ``dtype``.
+        shard: the part to load; the rest of the files is not read. None: the whole model.
         layers: the linear layers to quantise. Ignored if the checkpoint stores quantised layers.
 
     Returns:
-        The config of the whole model, whose ``dtype`` is that of the weights; and the weights by our names, as the
-        family's `Table` says. The head has ``config.vocab_shard(shard.size)`` rows, zero beyond the vocabulary.
-        Of int8 and fp8 layers the weight is int8 or float8_e4m3fn, and ``weight_scale`` [out] float32. Of int4 layers
-        there are what ``Int4Members.neutral`` says: ``weight`` [out, in / 2], ``weight_scale`` and perhaps
-        ``weight_zero`` [out, in / G].
+        The config of the whole model with the weights' ``dtype``, and the weights by our names (see the family's
+        ``Table``). The head has ``config.vocab_shard(shard.size)`` rows, zero beyond the vocabulary. A quantised layer
+        has an int8 or float8_e4m3fn ``weight`` and a float32 ``weight_scale`` [out], or int4 tensors as in
+        ``Int4Members.neutral``.
 
     Raises:
-        CheckpointError: the adapter cannot be loaded; raised before any weight is read. Or weights are no finite
-            numbers, or a tied head differs from the embedding.
-        ValueError: ``dtype`` is unknown, or ``shard.size`` ranks cannot split the model or its groups of inputs;
-            raised before any weight is read.
+        CheckpointError: the adapter cannot be loaded (before any weight is read), a weight is not finite, or a tied
+            head differs from the embedding.
+        ValueError: ``dtype`` is unknown, or ``shard.size`` ranks cannot split the model or its groups of inputs (before
+            any weight is read).
     """
     config, shard = with_dtype(checkpoint.config, dtype), shard or Shard()
     sizes = config.tensor_parallel_sizes()
@@ -139,17 +131,7 @@ def load(
 def _rank_tensors(
     checkpoint: Checkpoint, slices: TensorSlices, lora: str | Path | None, layers: Quantized
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of a rank's part of a checkpoint.
-
-    Args:
-        checkpoint: what to load.
-        slices: the rank's, of the tensors as the checkpoint has them.
-        lora: directory of a PEFT LoRA adapter; None for no adapter.
-        layers: the linear layers that are quantised in the result.
-
-    Raises:
-        CheckpointError: the adapter cannot be merged.
-    """
+    """Names in the checkpoint and tensors of a rank's part, merged and quantised; ``slices`` are of stored tensors."""
     if checkpoint.quantized is not None:
         refuse_adapter(checkpoint, lora)
         if checkpoint.int4 is not None:
@@ -165,11 +147,7 @@ def _rank_tensors(
 
 
 def refuse_adapter(checkpoint: Checkpoint, lora: str | Path | None) -> None:
-    """Refuses an adapter for a checkpoint whose weights are quantised.
-
-    Raises:
-        CheckpointError: there is an adapter.
-    """
+    """Raises CheckpointError for an adapter of a checkpoint with quantised weights."""
     if lora is not None and checkpoint.quantized is not None:
         codes = checkpoint.quantized.codes
         setting = next(name for name, (kind, _) in QUANTIZATIONS.items() if kind == codes)

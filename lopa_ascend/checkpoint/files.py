@@ -14,50 +14,41 @@ import regex
 from lopa_ascend.config.files import MAX_HEADER, check_regular, parse_json_object, shown
 
 ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
-"""Bytes of one value, by the safetensors name of its dtype: the dtypes that float tensors may have."""
+"""Bytes of a value, by the safetensors name of its dtype: the dtypes of float tensors."""
 CODE_SIZES = {"I8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1}
-"""Bytes of one value of the dtypes that only a quantised checkpoint may hold."""
+"""Dtypes that only a quantised checkpoint may hold."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Endings of files that hold weights as pickles."""
 _LENGTH_FIELD = 8
-"""Bytes at the beginning of a safetensors file that hold the length of its header."""
+"""Bytes of the header's length, at the beginning of a safetensors file."""
 _MAX_NAME = 256
-"""Characters of the longest name of a tensor."""
+"""Characters of a tensor's name."""
 _MAX_PATTERN = 10_000
-"""Characters of the longest regular expression."""
+"""Characters of a regular expression."""
 _PATTERN_SECONDS = 0.5
-"""Most seconds in which a regular expression is compared with one name. It takes microseconds, unless it tries
-exponentially many ways to match."""
+"""Limit for a regular expression and one name. It takes microseconds, unless it tries exponentially many ways."""
 
 
 class CheckpointError(ValueError):
-    """A directory of a model or adapter cannot be loaded.
-
-    The message names the file, the tensor or field, and what was expected.
-    """
+    """A directory of a model or adapter cannot be loaded. The message names file, tensor or field, and what was
+    expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header of a safetensors file says of one tensor."""
+    """The description of one tensor in a safetensors file."""
 
     file: Path
     dtype: str
-    """As in the file: one of ``ITEM_SIZES``, and in a quantised checkpoint of ``CODE_SIZES``."""
+    """By its safetensors name."""
     shape: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor."""
         return math.prod(self.shape) * (ITEM_SIZES | CODE_SIZES)[self.dtype]
 
 
 def check_directory(path: Path) -> None:
-    """Refuses a path that is not a directory, or one that this user may not read.
-
-    Raises:
-        CheckpointError: it is a file, does not exist, or cannot be read.
-    """
+    """Raises CheckpointError if the path is no directory that this user may read."""
     try:
         is_directory = path.is_dir()
         exists = is_directory or path.exists()
@@ -72,7 +63,7 @@ def check_directory(path: Path) -> None:
 
 
 def no_weights_error(path: Path, expected: str) -> CheckpointError:
-    """The error for a directory without the expected weights; it says so if pickles are all that is there."""
+    """The error of a directory without the expected weights. It says if there are only pickles."""
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES)
     if pickles:
         return CheckpointError(
@@ -83,10 +74,10 @@ def no_weights_error(path: Path, expected: str) -> CheckpointError:
 
 
 def read_headers(file: Path, item_sizes: Mapping[str, int] = ITEM_SIZES) -> dict[str, Header]:
-    """The tensors of a safetensors file by name, read from its header alone. They have the dtypes of ``item_sizes``.
+    """The tensors of a safetensors file by name, from its header alone.
 
     Raises:
-        CheckpointError: the file is not safetensors, is truncated or too long, or holds a dtype that is not supported.
+        CheckpointError: the file is not safetensors, is truncated or too long, or has a dtype beyond ``item_sizes``.
     """
     raw, data_size = _read_raw_header(file)
     try:
@@ -108,11 +99,7 @@ def read_headers(file: Path, item_sizes: Mapping[str, int] = ITEM_SIZES) -> dict
 
 
 def check_name(file: Path, name: str) -> None:
-    """Refuses a tensor's name that messages could not show as it is.
-
-    Raises:
-        CheckpointError: it is too long, or holds control characters.
-    """
+    """Raises CheckpointError for a tensor's name that is too long for messages, or has control characters."""
     if len(name) > _MAX_NAME or not name.isprintable():
         raise CheckpointError(
             f"{file}: a tensor has the name {shown(name)}, expected at most {_MAX_NAME} printable characters"
@@ -120,7 +107,7 @@ def check_name(file: Path, name: str) -> None:
 
 
 def _read_raw_header(file: Path) -> tuple[bytes, int]:
-    """The JSON text of a safetensors file's header, and the bytes of data that follow it."""
+    """The JSON text of a safetensors header, and the number of bytes of data behind it."""
     try:
         file_size = check_regular(file, CheckpointError).st_size
         with file.open("rb") as stream:
@@ -136,7 +123,7 @@ def _read_raw_header(file: Path) -> tuple[bytes, int]:
 
 
 def _parse_entry(file: Path, name: str, entry: object, item_sizes: Mapping[str, int]) -> tuple[Header, tuple[int, int]]:
-    """One entry of a header, and the bytes [begin, end) that its tensor takes of the data."""
+    """One entry of a header, and its tensor's bytes [begin, end) of the data."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
             pass
@@ -162,12 +149,12 @@ def _parse_entry(file: Path, name: str, entry: object, item_sizes: Mapping[str, 
 
 
 def _are_sizes(values: list[object]) -> bool:
-    """Whether these are integers from 0 up to 64 bits, at most 8 of them. True and False are no integers here."""
+    """Whether these are at most 8 integers from 0 to 2**63 - 1. True and False are none."""
     return len(values) <= 8 and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
 def _check_layout(file: Path, data_size: int, spans: dict[str, tuple[int, int]]) -> None:
-    """Checks that the tensors' bytes [begin, end) lie back to back in all of the data, as the format demands."""
+    """The format demands that the tensors' bytes [begin, end) lie back to back and fill the data."""
     position = 0
     for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
         if begin != position:
@@ -182,14 +169,8 @@ def _check_layout(file: Path, data_size: int, spans: dict[str, tuple[int, int]])
 
 
 def matches_pattern(pattern: str, name: str, *, is_whole: bool) -> bool:
-    """Whether a regular expression in the files of a model or adapter matches the name of a layer.
-
-    Args:
-        is_whole: the whole name, not only its beginning.
-
-    Raises:
-        ValueError: it is wrong, too long or too slow.
-    """
+    """Whether a regular expression from a file matches a layer's whole name, or its beginning. Raises ValueError if the
+    expression is wrong, too long or too slow."""
     if len(pattern) > _MAX_PATTERN:
         raise ValueError(f"{shown(pattern)} has {len(pattern)} characters, expected at most {_MAX_PATTERN}")
     try:

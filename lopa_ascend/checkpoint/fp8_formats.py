@@ -1,9 +1,9 @@
-"""Linear layers of a checkpoint whose weights are float8 e4m3: ``float-quantized`` of compressed-tensors, and the form
-of the quantisation method "fp8", which Transformers, vLLM and DeepSeek write.
+"""Linear layers with float8 e4m3 weights in a checkpoint: ``float-quantized`` of compressed-tensors, or the method
+"fp8" of Transformers, vLLM and DeepSeek.
 
-The dtype of a weight says whether its layer is fp8, and the shape of its scales what shares one. Scales of outputs are
-held as they are, and so is that of a whole tensor: each output gets it. Scales of blocks are not: no product of whole
-rows has them, so these weights become floats as they are read.
+The dtype of a weight says whether its layer is fp8, the shape of its scales what shares one. A layer keeps scales of
+outputs, or one of the whole tensor, which each output gets. Weights with scales of blocks become floats as they are
+read: no product of whole rows has such scales.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lopa_ascend.config.int8_files import COMPRESSED_TENSORS, CONFIG_FIELD, FLOA
 from lopa_ascend.families.table import Tensors
 
 E4M3 = "F8_E4M3"
-"""The dtype by its name in a safetensors file."""
+"""The safetensors name of the dtype."""
 _NONE: tuple[object, ...] = (None, False, {}, [])
 _NUMBER = {"num_bits": 8, "type": "float", "symmetric": True}
 _SCALES = ("weight_scale", "weight_scale_inv")
-"""What the scales are called. Both are what codes are multiplied by."""
+"""Names of the scales. Codes are multiplied by either."""
 _STATIC = ("input_scale", "activation_scale")
 _LARGEST_BLOCK = 1 << 16
 Block = tuple[int, int]
@@ -37,39 +37,33 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True)
 class Fp8Description:
-    """What a checkpoint says of its fp8 layers."""
+    """A checkpoint's description of its fp8 layers."""
 
     source: Path
-    """The file that says it."""
+    """The file of the description."""
     modules: frozenset[str]
     """The layers that are fp8 in files."""
     block: Block | None
-    """What shares a scale; None: the inputs of an output, or the whole weight."""
+    """Shares a scale; None: an output or the whole weight does."""
     with_input_scales: tuple[str, ...]
-    """What ``static`` returns."""
 
     def static(self) -> tuple[str, ...]:
-        """The layers that come with scales of activations."""
+        """The layers with scales of activations."""
         return self.with_input_scales
 
 
 def describe_fp8(
     path: Path, raw: Mapping[str, Any], expected: Tensors, headers: dict[str, Header]
 ) -> tuple[Fp8Description | None, dict[str, dict[str, Header]]]:
-    """What the directory of a checkpoint says of fp8 layers.
+    """A directory's description of fp8 layers, or None; and by layer its scales, by the last part of their names.
 
     Args:
-        path: the directory.
-        raw: content of its config.json.
-        expected: the model's tensors.
-        headers: of all tensors of the checkpoint. Those of the model remain.
-
-    Returns:
-        The description, None if there is none; and by name of the layer its scales by the last part of their names.
+        raw: content of config.json.
+        headers: of all tensors of the checkpoint. The model's remain.
 
     Raises:
-        CheckpointError: the description is malformed or asks for something that is not supported; layers that run as
-            one disagree; or a tensor is missing, or of another shape or dtype.
+        CheckpointError: the description is malformed or not supported; layers that run as one disagree; or a tensor is
+            missing, or has another shape or dtype.
     """
     name, source = fp8_format(raw.get(CONFIG_FIELD)), path / "config.json"
     if name is None:
@@ -98,7 +92,7 @@ def describe_fp8(
 
 
 def float_quantized_config(kept: list[str]) -> dict[str, Any]:
-    """The field ``quantization_config`` of a checkpoint whose linear layers are fp8, but for those of ``kept``."""
+    """``quantization_config`` of a checkpoint with fp8 linear layers, except ``kept``."""
     weights = {**_NUMBER, "strategy": "channel", "dynamic": False, "group_size": None, "observer": "minmax"}
     inputs = {**_NUMBER, "strategy": "token", "dynamic": True, "group_size": None}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
@@ -113,20 +107,14 @@ def float_quantized_config(kept: list[str]) -> dict[str, Any]:
 
 
 def scale_of_outputs(file: Path, module: str, weight: Tensor, scale: Tensor) -> Tensor:
-    """The scale of each output of a weight [out, in], float32 [out].
-
-    Raises:
-        CheckpointError: a scale is not a positive finite number.
-    """
+    """The scale of each output of a weight [out, in], float32 [out]. Raises CheckpointError unless scales are positive
+    and finite."""
     return _checked(file, module, scale).flatten().expand(len(weight))
 
 
 def dequantized(file: Path, module: str, weight: Tensor, scale: Tensor, block: Block) -> Tensor:
-    """The numbers that a weight [out, in] with scales of blocks means, float32, each rounded once.
-
-    Raises:
-        CheckpointError: a scale is not a positive finite number.
-    """
+    """The values of a weight [out, in] with scales of blocks, float32, each rounded once. Raises as
+    ``scale_of_outputs``."""
     wide = weight.float()
     factors = _checked(file, module, scale).repeat_interleave(block[1], 1)[:, : wide.shape[1]]
     for rows, factor in zip(wide.split(block[0]), factors, strict=True):

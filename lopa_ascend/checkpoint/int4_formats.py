@@ -1,7 +1,7 @@
-"""Which linear layers of a checkpoint are int4, and how: GPTQ, AWQ, or the packed format of compressed-tensors.
+"""Int4 linear layers of a checkpoint: GPTQ, AWQ, or the packed format of compressed-tensors.
 
-The configuration says how weights are quantised, and the names of the tensors which. All three were made for float
-activations or for int8 ones; here activations are quantised token by token when they run, as those of int8 layers.
+The configuration says how weights are quantised, names of tensors say which. The formats were made for float or int8
+activations; here activations are quantised token by token when they run, as for int8 layers.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ from lopa_ascend.config.int8_files import COMPRESSED_TENSORS, CONFIG_FIELD
 from lopa_ascend.families.table import Quantized, Tensors
 
 CODES = {GPTQ: "qweight", AWQ: "qweight", PACKED: "weight_packed"}
-"""By format, the last part of the name of the tensor that holds a layer's weights."""
+"""By format: the last part of the name of a layer's weights."""
 _NONE: tuple[object, ...] = (None, False, {}, [])
 _WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "dynamic": False}
 
 
 @dataclass(frozen=True)
 class Int4Description:
-    """What a checkpoint says of its int4 layers."""
+    """A checkpoint's description of its int4 layers."""
 
     source: Path
-    """The file that says it."""
+    """The file of the description."""
     format: str
     """GPTQ, AWQ or PACKED."""
     layers: Quantized
     zero_offset: int = 0
-    """What is added to a stored code to make it the one that means zero."""
+    """Added to a stored zero point, it gives the code for zero."""
 
 
 @dataclass(frozen=True)
 class _Scheme:
-    """How the weights are quantised."""
-
     group_size: int
     has_zeros: bool
     zero_offset: int = 0
@@ -49,17 +47,11 @@ class _Scheme:
 def describe_int4(
     path: Path, raw: Mapping[str, Any], expected: Tensors, names: Collection[str]
 ) -> Int4Description | None:
-    """What the directory of a checkpoint says of int4 layers; None if nothing.
-
-    Args:
-        path: the directory.
-        raw: content of its config.json.
-        expected: the model's tensors.
-        names: of the tensors that are there.
+    """A directory's description of int4 layers, or None. ``raw`` is config.json, ``names`` are those of the tensors.
 
     Raises:
-        CheckpointError: the description is malformed, asks for something that is not supported, or does not fit the
-            model; or layers that run as one disagree.
+        CheckpointError: the description is malformed, is not supported, or does not fit the model; or layers that run
+            as one disagree.
     """
     found = int4_description(path, raw, CheckpointError)
     if found is None:
@@ -77,8 +69,7 @@ def describe_int4(
 
 
 def packed_config(kept: Collection[str], group_size: int) -> dict[str, Any]:
-    """The field ``quantization_config`` of a checkpoint whose linear layers are int4, but for those of ``kept``, in the
-    packed format of compressed-tensors."""
+    """``quantization_config`` of a checkpoint with packed int4 linear layers, except ``kept``."""
     weights = {**_WEIGHTS, "symmetric": True, "group_size": group_size, "observer": "minmax"}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
@@ -120,11 +111,8 @@ def _awq(fields: Fields) -> _Scheme:
 
 
 def compressed_groups(fields: Fields) -> list[Fields]:
-    """The groups of layers in the field of compressed-tensors.
-
-    Raises:
-        ConfigError: it describes something else than layers, or is malformed.
-    """
+    """The groups of layers of compressed-tensors. Raises ConfigError if the field is malformed, or also describes other
+    parts of a model."""
     fields.expect("kv_cache_scheme", _NONE)
     fields.expect("transform_config", _NONE)
     sparsity = fields.get("sparsity_config")
@@ -161,7 +149,7 @@ def _packed_group(fields: Fields) -> _Scheme:
 
 
 def nested(fields: Fields, name: str, default: object) -> Fields:
-    """The fields of an object in a field."""
+    """The fields of the object in a field."""
     value = fields.get(name) or default
     if not isinstance(value, dict):
         raise fields.error(name, "an object")

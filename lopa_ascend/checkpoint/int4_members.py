@@ -1,4 +1,4 @@
-"""The tensors of int4 layers, from the form of their file to ours: two codes a byte, the even input in the low bits."""
+"""Converts the tensors of int4 layers to our form: two codes a byte, the even input in the low bits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lopa_ascend.config.int4_files import AWQ, GPTQ, PACKED
 from lopa_ascend.families.table import SCALE, ZERO, Quantized, Tensors, TensorSpec
 
 MIDDLE = 8
-"""The code that means zero where a checkpoint is symmetric."""
+"""The code for zero in a symmetric checkpoint."""
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""In an int32 of AWQ, where each of eight outputs lies."""
+"""Places of eight outputs in an int32 of AWQ."""
 
 
 def _members_of(name: str, layers: Quantized, shape: tuple[int, ...]) -> dict[str, Member]:
-    """The tensors of an int4 layer [out, in] beside its bias, by the last part of their names."""
+    """The tensors of an int4 layer [out, in] but its bias, by the last part of their names."""
     outputs, inputs = shape
     groups = inputs // layers.group_size
     if name == PACKED:
@@ -45,14 +45,11 @@ def _members_of(name: str, layers: Quantized, shape: tuple[int, ...]) -> dict[st
 def take_int4_members(
     description: Int4Description, expected: Tensors, headers: dict[str, Header]
 ) -> dict[str, dict[str, Header]]:
-    """Takes the tensors of int4 layers out of ``headers``, and checks them. In their place it puts the weights that
-    they make.
-
-    Returns:
-        By name of the layer: the tensors that are there, by the last part of their names.
+    """Replaces the tensors of int4 layers in ``headers`` by the weights that they make, and returns them: by layer, and
+    by the last part of their names.
 
     Raises:
-        CheckpointError: a tensor is missing, or of another shape or dtype; or groups do not divide the inputs.
+        CheckpointError: a tensor is missing, or has another shape or dtype; or groups do not divide the inputs.
     """
     found: dict[str, dict[str, Header]] = {}
     linears = expected.linears
@@ -81,23 +78,17 @@ def take_int4_members(
 
 
 class Int4Members:
-    """The tensors of one int4 layer, read and checked.
-
-    Args:
-        description: of its checkpoint.
-        spec: of the layer's weight [out, in].
-        tensors: by the last part of their names.
-    """
+    """The tensors of one int4 layer by the last part of their names; ``spec`` is of its weight [out, in]."""
 
     def __init__(self, description: Int4Description, spec: TensorSpec, tensors: Mapping[str, Tensor]):
         self._description, self._spec, self._tensors = description, spec, tensors
 
     def neutral(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of our form: codes, uint8 [out, in / 2]; scales, float32 [out, in / G]; and unless the
-        checkpoint is symmetric the codes that mean zero, uint8 [out, in / G].
+        checkpoint is symmetric the codes for zero, uint8 [out, in / G].
 
         Raises:
-            CheckpointError: inputs are in another order, or codes that mean zero make no sense.
+            CheckpointError: inputs are in another order, or codes for zero are impossible.
         """
         name, is_packed = self._spec.name, self._description.format == PACKED
         self._check_order()
@@ -121,7 +112,7 @@ class Int4Members:
         return whole[:, ::2] | (whole[:, 1::2] << 4)
 
     def _zeros(self) -> Tensor | None:
-        """The codes that mean zero, uint8 [out, in / G]; None if the file has none."""
+        """The codes for zero, uint8 [out, in / G]; None if the file has none."""
         if self._description.format == PACKED:
             stored = self._tensors.get("weight_zero_point")
             if stored is None or stored.dtype == torch.int32:
@@ -157,7 +148,7 @@ class Int4Members:
 
 
 def nibbles(words: Tensor) -> Tensor:
-    """The codes in int32 [..., N], the lowest bits first, uint8 [..., 8 * N]."""
+    """The codes in int32 [..., N], lowest bits first, uint8 [..., 8 * N]."""
     octets = words.contiguous().view(torch.uint8)
     return torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
 

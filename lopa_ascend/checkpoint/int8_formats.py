@@ -1,8 +1,8 @@
-"""Which linear layers of a checkpoint are int8, as its files describe it: compressed-tensors or ModelSlim.
+"""Int8 linear layers of a checkpoint: compressed-tensors or ModelSlim.
 
-compressed-tensors describes its layers in the field ``quantization_config`` of config.json, ModelSlim each tensor in a
-file of its own. Both store int8 weights with a scale for each output. Scales of the activations, which a checkpoint may
-have (static quantisation), are not used: activations are quantised token by token when they run.
+compressed-tensors describes layers in the field ``quantization_config`` of config.json, ModelSlim each tensor in a file
+of its own. Both store int8 weights with a scale for each output. Scales of activations (static quantisation) are not
+used: activations are quantised token by token when they run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from lopa_ascend.config.int8_files import (
 from lopa_ascend.families.table import Tensors
 
 Kind = Literal["dynamic", "static", "mixed"]
-"""Whether the checkpoint has the scales of activations: "static" if it has no others, "mixed" if it also has all that
-"dynamic" needs."""
+"""The checkpoint's tensors are for "static" or "dynamic" quantisation of activations, or for both ("mixed")."""
 _MODELSLIM_KINDS: Mapping[str, Kind | None] = {
     "FLOAT": None,
     "W8A8_DYNAMIC": "dynamic",
@@ -35,7 +34,7 @@ _MODELSLIM_KINDS: Mapping[str, Kind | None] = {
     "W8A8_MIX": "mixed",
 }
 _MODELSLIM_CACHES = ("kv_quant_type", "kv_cache_type", "fa_quant_type", "reduce_quant_type")
-"""Fields that say how something else than linear layers is quantised."""
+"""Fields that describe quantisation beyond linear layers."""
 _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 _TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 _TENSOR = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
@@ -43,33 +42,27 @@ _TENSOR = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor"
 
 @dataclass(frozen=True)
 class Int8Description:
-    """What a checkpoint says of its int8 layers."""
+    """A checkpoint's description of its int8 layers."""
 
     source: Path
-    """The file that says it."""
+    """The file of the description."""
     format: str
     """COMPRESSED_TENSORS or MODELSLIM."""
     kinds: Mapping[str, Kind]
-    """By name of the linear layer, in layer order. The other layers are float."""
+    """By linear layer, in layer order. Others are float."""
     tensors: frozenset[str] | None
-    """Names of all tensors that the checkpoint must hold; None where they are not listed."""
+    """Names of all tensors that the checkpoint must hold; None: they are not listed."""
 
     def static(self) -> list[str]:
-        """Names of the layers that come with scales of activations."""
+        """The layers that have only static scales of activations."""
         return [module for module, kind in self.kinds.items() if kind == "static"]
 
 
 def describe_int8(path: Path, raw: Mapping[str, Any], expected: Tensors) -> Int8Description | None:
-    """What the directory of a checkpoint says of int8 layers; None if nothing.
-
-    Args:
-        path: the directory.
-        raw: content of its config.json.
-        expected: the model's tensors.
+    """A directory's description of int8 layers, or None. ``raw`` is config.json.
 
     Raises:
-        CheckpointError: the description is malformed, asks for something else than W8A8, or layers that run as one
-            disagree.
+        CheckpointError: the description is malformed or not of W8A8, or layers that run as one disagree.
     """
     field = raw.get(CONFIG_FIELD)
     is_compressed, descriptions = uses_compressed_tensors(field), modelslim_descriptions(path)
@@ -93,7 +86,7 @@ def describe_int8(path: Path, raw: Mapping[str, Any], expected: Tensors) -> Int8
 
 
 def compressed_tensors_config(kept: Iterable[str]) -> dict[str, Any]:
-    """The field ``quantization_config`` of a checkpoint whose linear layers are int8, but for those of ``kept``."""
+    """``quantization_config`` of a checkpoint with int8 linear layers, except ``kept``."""
     weights = {**_WEIGHTS, "dynamic": False, "group_size": None, "observer": "minmax"}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": _TOKEN, "output_activations": None}
     return {
@@ -107,13 +100,8 @@ def compressed_tensors_config(kept: Iterable[str]) -> dict[str, Any]:
 
 
 def check_stacks(source: Path, kinds: Mapping[str, str], expected: Tensors) -> None:
-    """Refuses layers that run as one and are not all float, or all of one kind.
-
-    Args:
-        source: the file that says it.
-        kinds: by name of the layer, in a word, for those that are not float.
-        expected: the model's tensors.
-    """
+    """Raises CheckpointError if layers that run as one are not all float, or all of one kind. ``kinds`` has the layers
+    that are not float, as the file ``source`` says."""
     stacks: dict[str, dict[str, str]] = {}
     for module, spec in expected.linears.items():
         stacks.setdefault(spec.ours, {})[module] = kinds.get(module, "float")
@@ -124,14 +112,7 @@ def check_stacks(source: Path, kinds: Mapping[str, str], expected: Tensors) -> N
 
 
 def check_modules(source: Path, modules: Collection[str], kind: str, expected: Tensors) -> None:
-    """Refuses layers that cannot be of a kind other than int8: the head, experts, and parts of a layer.
-
-    Args:
-        source: the file that says it.
-        modules: the names of those that are.
-        kind: in a word.
-        expected: the model's tensors.
-    """
+    """Raises CheckpointError if int4 or fp8 ``modules`` are the head, experts, or parts of a layer that runs as one."""
     if expected.head in modules:
         raise CheckpointError(f"{source}: {expected.head} is {kind}, expected a float head")
     for module, spec in expected.linears.items():
@@ -144,13 +125,12 @@ def check_modules(source: Path, modules: Collection[str], kind: str, expected: T
 
 
 class _CompressedTensors:
-    """The field ``quantization_config`` of a config.json."""
+    """The field ``quantization_config``."""
 
     def __init__(self, file: Path, values: Mapping[str, Any]):
         self.file, self.values = file, values
 
     def describe(self, modules: Iterable[str]) -> Int8Description:
-        """The description of these linear layers."""
         self._expect(CONFIG_FIELD, self.values, {"format": "int-quantized"})
         for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
             value = self.values.get(name)
@@ -178,10 +158,7 @@ class _CompressedTensors:
         return Int8Description(self.file, COMPRESSED_TENSORS, kinds, None)
 
     def _kind(self, name: str, group: Mapping[str, Any]) -> Kind:
-        """How activations of a group are quantised: "static" if the checkpoint has their scales, else "dynamic".
-
-        Refuses groups that are not W8A8.
-        """
+        """The kind of a group, which must be W8A8."""
         where = f"config_groups.{name}"
         if group.get("output_activations") is not None:
             raise self._error(f"{where}.output_activations", group["output_activations"], "none")
@@ -204,7 +181,7 @@ class _CompressedTensors:
         return values
 
     def _matches(self, names: Iterable[str], module: str) -> bool:
-        """Whether one of the names is that of a layer, or a regular expression for its beginning (after "re:")."""
+        """Whether a name is the layer's, or after "re:" a regular expression for its beginning."""
         return any(self._is_match(name[3:], module) if name.startswith("re:") else name == module for name in names)
 
     def _is_match(self, pattern: str, module: str) -> bool:
@@ -222,7 +199,6 @@ class _CompressedTensors:
 
 
 def _describe_modelslim(file: Path, modules: Iterable[str]) -> Int8Description:
-    """The description of these linear layers in the file of a ModelSlim checkpoint."""
     values = read_json_object(file, CheckpointError)
     for name in _MODELSLIM_CACHES:
         if values.get(name):

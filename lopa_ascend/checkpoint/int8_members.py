@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint stores beside its int8 weights: scales, offsets, and what static quantisation adds."""
+"""The tensors of int8 layers beside weight and bias: scales, offsets, and those of static quantisation."""
 
 from __future__ import annotations
 
@@ -15,26 +15,23 @@ from lopa_ascend.config.int8_files import COMPRESSED_TENSORS
 from lopa_ascend.families.table import Tensors
 
 FLOATS = tuple(ITEM_SIZES)
-"""Names in a safetensors file of the dtypes that float tensors may have."""
+"""Safetensors names of the dtypes of float tensors."""
 _CHUNK = 1024
-"""Rows of a weight that are added up at a time."""
+"""Rows of a weight that are summed at a time."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A tensor that belongs to an int8 layer."""
+    """A tensor of a quantised layer: its possible shapes and dtypes, by their safetensors names."""
 
     shapes: tuple[tuple[int, ...], ...]
-    """The shapes that it may have."""
     dtypes: tuple[str, ...]
-    """The dtypes that it may have, by their names in a safetensors file."""
     required: bool = True
     is_read: bool = True
-    """Whether anything depends on it."""
 
 
 def members_of(description: Int8Description, module: str, num_outputs: int) -> dict[str, Member]:
-    """The tensors that an int8 layer has beside its weight and bias, by the last part of their names."""
+    """The tensors of an int8 layer but its weight and bias, by the last part of their names."""
     per_output = ((num_outputs, 1), (num_outputs,))
     single = ((1,), ())
     kind = description.kinds[module]
@@ -66,18 +63,14 @@ def members_of(description: Int8Description, module: str, num_outputs: int) -> d
 def split_members(
     description: Int8Description, expected: Tensors, headers: dict[str, Header]
 ) -> dict[str, dict[str, Header]]:
-    """Takes the members of int8 layers out of ``headers``, and checks them and the int8 weights.
-
-    Args:
-        description: which layers are int8.
-        expected: the model's tensors.
-        headers: of all tensors of the checkpoint. Those of the model remain.
+    """Takes the members of int8 layers out of ``headers``, and checks them and the int8 weights. The model's tensors
+    remain.
 
     Returns:
-        By name of the layer: the members that are there and read, by the last part of their names.
+        By layer: the members that are there and read, by the last part of their names.
 
     Raises:
-        CheckpointError: a tensor is missing, or of another shape or dtype.
+        CheckpointError: a tensor is missing, or has another shape or dtype.
     """
     source = description.source
     if description.tensors is not None:
@@ -102,7 +95,7 @@ def split_members(
 
 
 def _taken(module: str, members: dict[str, Member], headers: dict[str, Header], source: Path) -> dict[str, Header]:
-    """Takes the members of a layer out of ``headers``, and returns the ones whose tensors are read."""
+    """Takes the members of a layer out of ``headers``, and returns those that are read."""
     taken = {}
     for part, member in members.items():
         name = f"{module}.{part}"
@@ -125,23 +118,14 @@ def check_member(name: str, header: Header, member: Member) -> None:
 
 
 class Int8Members:
-    """The members of one int8 layer, read and checked.
-
-    Args:
-        module: the layer's name.
-        tensors: the members by the last part of their names.
-        files: the file of each member, for messages.
-    """
+    """The members of one int8 layer by the last part of their names; ``files`` are for messages."""
 
     def __init__(self, module: str, tensors: Mapping[str, Tensor], files: Mapping[str, Path]):
         self._module, self._tensors, self._files = module, tensors, files
 
     def weight_scale(self) -> Tensor:
-        """The scale of each output, float32 [out].
-
-        Raises:
-            CheckpointError: a scale is not a positive number, or an offset is not zero.
-        """
+        """The scale of each output, float32 [out]. Raises CheckpointError if a scale is not positive and finite, or an
+        offset is not zero."""
         for part in ("weight_zero_point", "weight_offset"):
             if part in self._tensors and bool((self._tensors[part] != 0).any()):
                 raise self._error(part, "is not zero everywhere, expected symmetric int8 weights")
@@ -153,15 +137,8 @@ class Int8Members:
         return self._tensors["weight_scale"].flatten().float()
 
     def check_quant_bias(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Compares the bias that static quantisation has folded into integers with the layer's own.
-
-        Args:
-            weight: int8 [out, in].
-            bias: [out]; None if the layer has none.
-
-        Raises:
-            CheckpointError: they differ by more than rounding.
-        """
+        """Compares the bias that static quantisation has folded into integers with the layer's own ``bias`` [out]; the
+        weight is int8 [out, in]. Raises CheckpointError if they differ by more than rounding."""
         if "quant_bias" not in self._tensors:
             return
         offset = float(self._tensors["input_offset"].reshape(()))
@@ -176,7 +153,7 @@ class Int8Members:
             raise self._error("quant_bias", "does not agree with the layer's bias and input_offset")
 
     def _static_scale(self) -> Tensor:
-        """The scale of each output, from that of its products; ``weight_scale`` must agree with it if it is there."""
+        """The scale of each output, from ``deq_scale``. A ``weight_scale`` must agree with it."""
         deq_scale = self._deq_scale()
         self._check_scale("deq_scale", deq_scale)
         scale = deq_scale / self._tensors["input_scale"].float().reshape(())
@@ -189,7 +166,7 @@ class Int8Members:
         return stored.flatten().float()
 
     def _deq_scale(self) -> Tensor:
-        """``deq_scale`` as float32 [out]; in int64 it is the bits of a float32."""
+        """``deq_scale`` as float32 [out]. An int64 has the bits of a float32."""
         stored = self._tensors["deq_scale"]
         return stored if stored.dtype == torch.float32 else stored.to(torch.int32).view(torch.float32)
 

@@ -24,12 +24,12 @@ _INSTEAD = "save the merged model instead (merge_and_unload of PEFT)"
 _ROWS = 4096
 """Rows that are compared at a time."""
 _PREFIX = "base_model.model."
-"""What PEFT puts before the name of a module."""
+"""PEFT's prefix of a module's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an adapter adds to one weight W [O, I]: scaling * B @ A."""
+    """An adapter's addition to one weight W [O, I]: scaling * B @ A."""
 
     a: str
     """Name of A [r, I] in the adapter's file."""
@@ -43,25 +43,22 @@ class Adapter:
     """An adapter that has passed every check against a model."""
 
     path: Path
-    """Its directory."""
     deltas: Mapping[str, Delta]
-    """By name in the checkpoint of the weight that they change."""
+    """By the weight's name in the checkpoint."""
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By name in the checkpoint of a tensor that the adapter holds too: the names in the adapter's file. PEFT saves the
-    embedding and the head whenever it cannot exclude that they were changed."""
+    """Names in the adapter's file of the model's tensors that it holds too, by name in the checkpoint. PEFT saves the
+    embedding and the head if they may have been changed."""
 
 
 def open_adapter(path: str | Path, model: Tensors, architecture: str = "") -> Adapter:
     """Checks the directory of a PEFT adapter against the tensors of a model, without reading a weight.
 
     Args:
-        path: the directory.
-        model: the tensors of the model.
         architecture: the model's name in ``FAMILIES``, if it has one.
 
     Raises:
-        CheckpointError: the adapter is malformed, uses a feature other than plain LoRA, does not fit the model, or was
-            trained on a checkpoint of another family.
+        CheckpointError: the adapter is malformed, is more than plain LoRA, does not fit the model, or was trained on
+            another family.
     """
     path = Path(path)
     check_directory(path)
@@ -103,16 +100,12 @@ def open_adapter(path: str | Path, model: Tensors, architecture: str = "") -> Ad
 
 
 def _original(name: str) -> str:
-    """The model's name of a tensor that an adapter has a copy of."""
+    """The model's name of a tensor in an adapter."""
     return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
 
 
 def _copies(file: Path, headers: Mapping[str, Header], model: Tensors) -> dict[str, tuple[str, ...]]:
-    """``Adapter.copies``.
-
-    Raises:
-        CheckpointError: one has another shape than the model's tensor.
-    """
+    """``Adapter.copies``."""
     found: dict[str, tuple[str, ...]] = {}
     for name, header in headers.items():
         original = model.copies.get(_original(name), _original(name))
@@ -131,18 +124,14 @@ def _copies(file: Path, headers: Mapping[str, Header], model: Tensors) -> dict[s
 def merge_adapter(
     stream: Iterable[tuple[str, torch.Tensor]], adapter: Adapter, slices: TensorSlices = ALL
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Replaces every adapted weight W by W + scaling * B @ A in float32.
-
-    The sum is not rounded to the dtype of W, which may be narrower than what it is cast or quantised to next.
+    """Replaces every adapted weight W by W + scaling * B @ A in float32. The sum is not rounded to the dtype of W: the
+    next cast or quantisation may be to a wider one.
 
     Args:
-        stream: names in the checkpoint and tensors of this rank.
-        adapter: what to add.
-        slices: the rank's part of W, so of the rows of B and the columns of A.
+        slices: the rank's part of W: rows of B and columns of A.
 
     Raises:
-        CheckpointError: a value of the adapter is not a finite number, or the adapter has a tensor of the model with
-            other values.
+        CheckpointError: a value of the adapter is not finite, or its copy of a model's tensor has other values.
     """
     file = adapter.path / ADAPTER_WEIGHTS
     for name, weight in stream:
@@ -160,15 +149,8 @@ def merge_adapter(
 
 
 def draft_factors(adapter: Adapter, model: Tensors, slices: TensorSlices) -> Iterator[tuple[str, torch.Tensor]]:
-    """The factors of an adapter by our names, A [r, I] and scaling * B [O, r], as far as this rank has W.
-
-    Args:
-        adapter: of layers whose parts the ranks sum.
-        slices: the rank's part of W, so the columns of A.
-
-    Raises:
-        CheckpointError: a value of the adapter is not a finite number.
-    """
+    """The factors of an adapter by our names, A [r, I] and scaling * B [O, r], for layers that ranks split by columns:
+    ``slices`` select columns of A. Raises CheckpointError if a value is not finite."""
     file = adapter.path / ADAPTER_WEIGHTS
     for name, delta in adapter.deltas.items():
         a, b = map_tensor(file, delta.a), map_tensor(file, delta.b)
@@ -180,11 +162,7 @@ def draft_factors(adapter: Adapter, model: Tensors, slices: TensorSlices) -> Ite
 
 
 def open_draft_adapter(path: Path, model: Tensors, architecture: str) -> Adapter:
-    """``open_adapter``, of an adapter that is not merged: it may change the output of attention alone.
-
-    Raises:
-        CheckpointError: see there; or it changes another layer.
-    """
+    """``open_adapter`` for an adapter that is not merged. It must change o_proj alone: else CheckpointError."""
     adapter = open_adapter(path, model, architecture)
     for name in adapter.deltas:
         if not model.specs[name].ours.endswith(".o.weight"):
@@ -196,8 +174,7 @@ def open_draft_adapter(path: Path, model: Tensors, architecture: str) -> Adapter
 
 
 def _check_copy(file: Path, name: str, weight: torch.Tensor, part: tuple[Selected, ...]) -> None:
-    """Compares a tensor of an adapter with that of the model, in the adapter's dtype: it may have been trained on a
-    model that was loaded in another one."""
+    """A copy must equal the model's tensor in the adapter's dtype: training may have loaded the model in that one."""
     for rows, others in zip(map_tensor(file, name)[part].split(_ROWS), weight.split(_ROWS), strict=True):
         if not torch.equal(rows, others.to(rows.dtype)):
             raise CheckpointError(
@@ -207,7 +184,7 @@ def _check_copy(file: Path, name: str, weight: torch.Tensor, part: tuple[Selecte
 
 
 def _check_tensors(file: Path, headers: dict[str, Header], expected: dict[str, tuple[int, int]]) -> None:
-    """Compares the tensors in an adapter's file with the shapes that its settings and the model ask for."""
+    """Compares an adapter's tensors with the shapes by its settings and the model."""
     for name, header in headers.items():
         if "lora_embedding_" in name:
             raise CheckpointError(f"{file}: tensor {name}: LoRA on embeddings is not supported, only on linear layers")

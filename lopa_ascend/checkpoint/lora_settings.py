@@ -1,4 +1,4 @@
-"""The settings of a PEFT LoRA adapter: which modules it changes, by which ranks and factors."""
+"""The settings of a PEFT LoRA adapter: the modules that it changes, ranks and factors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lopa_ascend.checkpoint.files import CheckpointError, matches_pattern
 from lopa_ascend.config.files import shown
 
 MAX_FIELD = 200
-"""Characters of the longest name of a field that messages show whole."""
+"""Characters of a field's name that messages show whole."""
 MAX_ALPHA = 1e9
-"""Largest alpha that is accepted. Usual values are around 16."""
+"""Usual values are around 16."""
 MAX_RANK = 2**20
-"""Largest rank that is accepted, as for the sizes of a model. Usual values are around 32."""
+"""Usual values are around 32."""
 _SUPPORTED_FIELDS = {
     "alpha_pattern",
     "bias",
@@ -46,37 +46,29 @@ _FIELDS_WITHOUT_EFFECT = {
     "runtime_config",
     "task_type",
 }
-"""Fields for training and bookkeeping, and fields that are read only if another one is set: they have no part in
-W + scaling * B @ A."""
+"""Fields for training and bookkeeping, or read only if another one is set: W + scaling * B @ A does not need them."""
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
 """Ways to initialise A and B that leave the base weights alone. The others (pissa, olora, loftq, corda, lora_ga) change
-the base weights first, so that the adapter does not fit the weights on disk."""
+them first, so the adapter does not fit the weights on disk."""
 
 
 def _is_unset(value: object) -> bool:
-    """Whether the value of a field means that the feature is not used."""
     # 0 is a layer number in layers_to_transform, so it counts as set.
     return value is None or value is False or value in ([], {}, "")
 
 
 class AdapterSettings:
     """The fields of adapter_config.json, with patterns as PEFT understands them. Errors name the file and the field.
-
-    Args:
-        file: for messages.
-        values: the fields.
-        head: the module of the LM head, which "all-linear" leaves out.
-    """
+    "all-linear" leaves out ``head``, the LM head's module."""
 
     def __init__(self, file: Path, values: dict[str, Any], head: str):
         self.file, self.values, self._head = file, values, head
         self._names: dict[str, frozenset[str]] = {}
-        """By field, the names in its list."""
+        """The names in a field's list."""
         self.default_rank = self._parse_rank("r", values.get("r"))
         self.default_alpha = self._parse_alpha("lora_alpha", values.get("lora_alpha"))
 
     def error(self, field: str, message: str) -> CheckpointError:
-        """An error about a field."""
         name = field if len(field) <= MAX_FIELD and field.isprintable() else shown(field)
         return CheckpointError(f"{self.file}: {name}: {message}")
 
@@ -101,7 +93,7 @@ class AdapterSettings:
                 raise self.error(field, f"is {shown(value)}; only plain LoRA is supported, expected it unset")
 
     def targets(self, linears: Iterable[str]) -> list[str]:
-        """The linear layers, out of those of the model, that the adapter changes."""
+        """The model's linear layers that the adapter changes."""
         modules = [module for module in linears if self.is_target(module)]
         if not modules:
             value = self.values.get("target_modules")
@@ -109,7 +101,6 @@ class AdapterSettings:
         return modules
 
     def rank(self, module: str) -> int:
-        """The rank r of a module's A and B."""
         pattern = self._find_pattern("rank_pattern", module)
         if pattern is None:
             return self.default_rank
@@ -125,7 +116,7 @@ class AdapterSettings:
         return alpha / math.sqrt(rank) if self.values.get("use_rslora") else alpha / rank
 
     def is_target(self, module: str) -> bool:
-        """Whether the adapter changes a linear layer of this name."""
+        """Whether the adapter changes a linear layer."""
         if self._names_module("exclude_modules", module):
             return False
         target = self.values.get("target_modules")
@@ -134,14 +125,14 @@ class AdapterSettings:
         return self._names_module("target_modules", module)
 
     def check_saved(self, modules: Iterable[str], saved: Collection[str]) -> None:
-        """Raises CheckpointError if ``modules_to_save`` names one of the model's modules that is not in ``saved``."""
+        """Raises CheckpointError if ``modules_to_save`` names a module that is not in ``saved``."""
         for module in modules:
             if module not in saved and self._names_module("modules_to_save", module):
                 raise self.error("modules_to_save", f"names {module}, of which the adapter has no weight")
 
     def _names_module(self, field: str, module: str) -> bool:
-        """Whether a field names a module: a string is a regular expression for the whole name of the module; a list
-        holds whole names, or ends of names that begin after a dot."""
+        """Whether a field names a module: a string is a regular expression for the whole name; a list has whole names,
+        or ends of names after a dot."""
         value = self.values.get(field)
         if _is_unset(value):
             return False
@@ -155,7 +146,7 @@ class AdapterSettings:
         return any(".".join(parts[start:]) in self._names[field] for start in range(len(parts)))
 
     def _find_pattern(self, field: str, module: str) -> str | None:
-        """The first pattern in a field that matches the whole name of a module, or its end after a dot."""
+        """The first pattern in a field that matches a module's whole name, or its end after a dot."""
         patterns = self.values.get(field) or {}
         if not isinstance(patterns, dict):
             raise self.error(field, f"is {shown(patterns)}, expected an object")
@@ -163,7 +154,6 @@ class AdapterSettings:
         return next((key for key in patterns if self._fully_matches(field, rf"(.*\.)?({key})$", module)), None)
 
     def _fully_matches(self, field: str, pattern: str, module: str) -> bool:
-        """Whether a regular expression in a field matches a whole name."""
         try:
             return matches_pattern(pattern, module, is_whole=True)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Opens the Hugging Face directory of a model: checks its JSON and headers, then gives its weights one by one."""
+"""Opens the Hugging Face directory of a model: checks its JSON and headers, then yields its weights one by one."""
 
 from __future__ import annotations
 
@@ -36,16 +36,14 @@ from lopa_ascend.families.registry import with_name
 from lopa_ascend.families.table import Quantized, Tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""By the name of the dtype in config.json."""
+"""By the name in config.json."""
 _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Name in a safetensors file -> name in a config."""
+"""Name in a safetensors file -> name in config.json."""
 
 
 def map_tensor(file: Path, name: str) -> torch.Tensor:
-    """A tensor as stored, mapped from its file: only the parts that are used are read.
-
-    Parts that were used count as memory of this process. Every call maps the file anew, so that this memory is freed
-    with the tensor.
+    """A tensor as stored, mapped from its file: only the parts that are used are read. They count as memory of this
+    process. Each call maps the file anew, so this memory is freed with the tensor.
 
     Raises:
         CheckpointError: the file has changed since it was checked.
@@ -66,24 +64,21 @@ class Checkpoint:
     config: ModelConfig
     expected: Tensors
     files: Mapping[str, Path]
-    """By name of a tensor, in the order of ``expected``: the file that holds it."""
+    """The file of each tensor, in the order of ``expected``."""
     copies: Mapping[str, Path]
-    """By name of a tied tensor that was stored although it has the values of another: the file that holds it."""
+    """The file of each tied tensor that is stored nevertheless."""
     doubts: tuple[str, ...]
-    """What may be a mistake in the files, for warnings."""
+    """Warnings of possible mistakes in the files."""
     int8: Int8Description | None = None
-    """Which linear layers are stored as int8; None if none is."""
     int4: Int4Description | None = None
-    """Which linear layers are stored as int4; None if none is."""
     fp8: Fp8Description | None = None
-    """Which linear layers are stored as fp8; None if none is."""
     members: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
-    """By name of a quantised layer: the files of its members by the last part of their names (see ``int8_members``,
+    """By quantised layer: the files of its members by the last part of their names (see ``int8_members``,
     ``int4_members`` and ``fp8_formats``)."""
 
     @property
     def quantized(self) -> Quantized | None:
-        """The linear layers that are stored as int8, int4 or fp8, and not read as floats; None if none is."""
+        """The linear layers that are stored as int8, int4 or fp8, and not read as floats; None: there are none."""
         if self.int4 is not None:
             return self.int4.layers
         if self.fp8 is not None:
@@ -91,8 +86,8 @@ class Checkpoint:
         return None if self.int8 is None else Quantized(frozenset(self.int8.kinds))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, in the order of ``files``, one at a time; see `map_tensor`. None is int4. Weights in fp8
-        with scales of blocks are rounded to the model's dtype."""
+        """Names and tensors, in the order of ``files``, one at a time, for checkpoints without int4 layers; see
+        ``map_tensor``. Weights in fp8 with scales of blocks are rounded to the model's dtype."""
         block, dtype = None if self.fp8 is None else self.fp8.block, DTYPES[self.config.dtype]
         for name, file in self.files.items():
             tensor, module = map_tensor(file, name), name.removesuffix(".weight")
@@ -102,33 +97,23 @@ class Checkpoint:
             yield name, tensor
 
     def members_of(self, module: str) -> dict[str, torch.Tensor]:
-        """The members of a layer by the last part of their names; see `map_tensor`."""
+        """The members of a layer by the last part of their names; see ``map_tensor``."""
         return {part: map_tensor(file, f"{module}.{part}") for part, file in self.members[module].items()}
 
 
 PlainTensors = Callable[[ModelConfig], Tensors]
-"""The tensors that a model in plain torch must have."""
+"""The tensors of a model in plain torch."""
 
 
 def config_json(path: str | Path) -> dict[str, Any]:
-    """The fields of config.json.
-
-    Raises:
-        CheckpointError: the directory or the file is missing, or the file is no JSON object.
-    """
+    """The fields of config.json. Raises CheckpointError if the directory or the file is missing, or the file is no JSON
+    object."""
     check_directory(Path(path))
     return with_name(read_json_object(Path(path) / "config.json", CheckpointError), path)
 
 
 def open_checkpoint(path: str | Path, model: Family | PlainTensors) -> Checkpoint:
-    """Checks the directory of a model without reading a weight.
-
-    ``config.dtype`` of the result is what config.json names, or if it names none, the dtype that most bytes are stored
-    in.
-
-    Args:
-        path: the directory.
-        model: what config.json must describe, and whose tensors must be there.
+    """Checks the directory of a model without reading a weight. config.json must describe ``model``.
 
     Raises:
         CheckpointError: a file, field or tensor is missing, malformed, or does not fit the others.
@@ -167,12 +152,12 @@ def open_checkpoint(path: str | Path, model: Family | PlainTensors) -> Checkpoin
 
 
 def _names_codes(path: Path, raw: Mapping[str, Any]) -> bool:
-    """Whether the directory says that layers are int4 or fp8."""
+    """Whether the directory describes int4 or fp8 layers."""
     return int4_description(path, raw, CheckpointError) is not None or fp8_format(raw.get(CONFIG_FIELD)) is not None
 
 
 def _static_doubts(description: Int8Description | Fp8Description | None) -> tuple[str, ...]:
-    """A warning if the checkpoint has scales of activations, which are not used; empty if it has none."""
+    """A warning if the checkpoint has scales of activations, which are not used."""
     if description is None or not description.static():
         return ()
     found = f"{description.source}: has static scales for the activations of {', '.join(description.static())}"
@@ -180,10 +165,8 @@ def _static_doubts(description: Int8Description | Fp8Description | None) -> tupl
 
 
 def _eos_doubts(path: Path, raw: dict[str, Any], generation: dict[str, Any], config: ModelConfig) -> tuple[str, ...]:
-    """A warning if config.json and generation_config.json both name EOS ids, but none in common; otherwise empty.
-
-    It is no error: fine-tuned models often have a ``config.json`` that was left as it was.
-    """
+    """A warning if config.json and generation_config.json name EOS ids without a common one. It is no error: fine-tuned
+    models often keep the old ``config.json``."""
     in_config = eos_ids(raw.get("eos_token_id"), config.vocab_size, str(path / "config.json"))
     if not in_config or generation.get("eos_token_id") is None or {*in_config} & {*config.eos_token_ids}:
         return ()
@@ -192,7 +175,7 @@ def _eos_doubts(path: Path, raw: dict[str, Any], generation: dict[str, Any], con
 
 
 def _find_tensors(path: Path, int8: Int8Description | None, *, has_codes: bool) -> tuple[dict[str, Header], Path]:
-    """The header of every tensor by name, and the file that lists the tensors."""
+    """The header of each tensor by name, and the file that lists the tensors."""
     item_sizes = ITEM_SIZES | CODE_SIZES if int8 is not None or has_codes else ITEM_SIZES
     if (path / SINGLE_FILE).exists():
         return read_headers(path / SINGLE_FILE, item_sizes), path / SINGLE_FILE
@@ -209,7 +192,7 @@ def _find_tensors(path: Path, int8: Int8Description | None, *, has_codes: bool) 
 
 
 def _read_indexed_files(index: Path, item_sizes: Mapping[str, int]) -> dict[str, Header]:
-    """The header of every tensor by name, of weights in several files that an index lists."""
+    """The header of each tensor by name, from the files that an index lists."""
     path = index.parent
     weight_map = read_json_object(index, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -239,7 +222,7 @@ def _read_indexed_files(index: Path, item_sizes: Mapping[str, int]) -> dict[str,
 
 
 def _check_tensors(model_type: str, expected: Tensors, headers: dict[str, Header], source: Path) -> None:
-    """Compares the tensors that are there, by the file ``source``, with those that the model needs."""
+    """Compares the tensors that ``source`` lists with the model's."""
     shapes = {name: spec.shape for name, spec in expected.specs.items()}
     for name, shape in shapes.items():
         if name not in headers:
@@ -257,7 +240,7 @@ def _check_tensors(model_type: str, expected: Tensors, headers: dict[str, Header
 
 
 def _choose_dtype(path: Path, raw: Mapping[str, Any], config: ModelConfig, headers: list[Header]) -> str:
-    """The dtype that config.json names, or if it names none, the one that most bytes of the model are stored in."""
+    """The dtype in config.json, or without one that of most bytes of the model."""
     if not (raw.get("torch_dtype") or raw.get("dtype")):
         num_bytes: Counter[str] = Counter()
         for header in headers:

@@ -1,11 +1,11 @@
-"""Moves outliers of activations into weights, as SmoothQuant does, so that int8 loses less.
+"""Moves outliers of activations into weights (SmoothQuant, arXiv 2211.10438), so that int8 loses less.
 
-Each input channel of a linear layer is divided by a factor, and the matching column of the layer's weight is multiplied
-by it. To divide the input, the weight of what makes it is divided (`Row.source`): a norm, or rows of a linear layer.
-Dividing rows loses no precision, because each row has its own scale.
+Each input channel of a linear layer is divided by a factor, and its column of the weight is multiplied by it. To divide
+the input, the weight of its source is divided (``Row.source``): a norm, or rows of a linear layer. Dividing rows loses
+no precision, because each row has its own scale.
 
-All factors are powers of two, so folding them in rounds nothing: the float model still computes the same, bit for bit.
-Only float16 has too few exponents for that, so that its smallest values lose bits.
+Factors are powers of two, so folding them in rounds nothing: the float model computes the same, bit for bit. Only
+float16 has too few exponents: its smallest values lose bits.
 """
 
 from __future__ import annotations
@@ -18,30 +18,26 @@ from torch import Tensor
 from lopa_ascend.families.table import Tensors, TensorSpec
 
 STRENGTH = 0.5
-"""How much of an outlier moves into the weights: the exponent that SmoothQuant calls alpha."""
+"""SmoothQuant's alpha: the share of an outlier, as an exponent, that moves into the weights."""
 MAX_EXPONENT = 16
-"""Factors are between 2**-MAX_EXPONENT and 2**MAX_EXPONENT."""
+"""Factors are from 2**-16 to 2**16."""
 
 
 def smoothed_weights(tensors: Tensors, modules: Collection[str]) -> dict[str, TensorSpec]:
-    """By name, those weights of the int8 linear layers ``modules`` whose input can be smoothed."""
+    """The weights of the int8 linear layers ``modules`` with an input that can be smoothed, by name."""
     return {spec.name: spec for spec in tensors.linears.values() if spec.row.source and spec.module in modules}
 
 
 def choose_factors(
     stream: Iterable[tuple[str, Tensor]], activations: Mapping[str, Tensor], weights: Mapping[str, TensorSpec]
 ) -> dict[str, Tensor]:
-    """The factors of all input channels that are smoothed.
+    """Powers of two, float32 [in], by name of the tensor to divide, e.g. "model.layers.0.input_layernorm.weight".
 
     Args:
-        stream: names and tensors of the whole float model.
-        activations: by our name of a linear layer, e.g. "layers.0.qkv", the largest magnitude of each of its input
-            channels, float32 [in].
-        weights: of `smoothed_weights`.
-
-    Returns:
-        By name of the tensor that is divided, e.g. "model.layers.0.input_layernorm.weight": powers of two,
-        float32 [in].
+        stream: the whole float model.
+        activations: the largest magnitude of each input channel, float32 [in], by our name of a linear layer, e.g.
+            "layers.0.qkv".
+        weights: of ``smoothed_weights``.
 
     Raises:
         ValueError: an activation is not finite.
@@ -62,12 +58,8 @@ def choose_factors(
 
 
 def powers_of_two(activations: Tensor, weights: Tensor) -> Tensor:
-    """The power of two nearest to SmoothQuant's factor of each channel; 1 where a channel is always 0.
-
-    Args:
-        activations: the largest magnitude of each channel, float32 [in].
-        weights: the largest magnitude of each column, float32 [in].
-    """
+    """The power of two nearest to SmoothQuant's factor of each channel; 1 if a channel is always 0. Arguments are the
+    largest magnitudes of channels and of columns, float32 [in]."""
     exponents = STRENGTH * activations.log2() - (1 - STRENGTH) * weights.log2()
     exponents = exponents.round().clamp(-MAX_EXPONENT, MAX_EXPONENT)
     return exponents.masked_fill((activations == 0) | (weights == 0), 0).exp2()
@@ -76,7 +68,7 @@ def powers_of_two(activations: Tensor, weights: Tensor) -> Tensor:
 def smoothed(
     stream: Iterable[tuple[str, Tensor]], factors: Mapping[str, Tensor], weights: Mapping[str, TensorSpec]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors with the factors of `choose_factors` folded into them."""
+    """Folds the factors of ``choose_factors`` into whole tensors."""
     for name, tensor in stream:
         if name in weights:  # columns that read what is divided
             tensor = _times(tensor, factors[weights[name].source])
@@ -87,5 +79,5 @@ def smoothed(
 
 
 def _times(tensor: Tensor, powers: Tensor) -> Tensor:
-    """A tensor times powers of two, some of which float16 cannot hold, in the dtype of the tensor."""
+    """A product in the tensor's dtype. Float16 cannot hold some of the powers."""
     return (tensor.float() * powers).to(tensor.dtype)

@@ -1,5 +1,5 @@
-"""The steps from a file to our weights, each a stream of (name in the checkpoint, tensor): slices, quantises, checks
-and stacks one tensor at a time."""
+"""The steps from a file to our weights, each a stream of (name in the checkpoint, tensor): slice, quantise, check and
+stack one tensor at a time."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lopa_ascend.families.table import ALL, SCALE, ZERO, Quantized, Tensors, Ten
 _QUANTIZED_ROWS = 1024
 """Rows of a weight that are converted to float32 at a time."""
 _INT4_LEVELS = 8, 9
-"""What the largest magnitude of a group is divided by, for the two scales that are tried."""
+"""Divisors of a group's largest magnitude, for the two scales that are tried."""
 _COMPARED_ROWS = 4096
 """Rows that are compared at a time."""
 
 
 def sliced(stream: Iterable[tuple[str, Tensor]], slices: TensorSlices) -> Iterator[tuple[str, Tensor]]:
-    """Views of the part of each tensor that ``slices`` selects; a tensor that it does not name stays whole."""
+    """Views of the parts that ``slices`` selects; other tensors stay whole."""
     for name, tensor in stream:
         yield name, tensor[slices[name]] if name in slices else tensor
 
@@ -36,8 +36,8 @@ def sliced(stream: Iterable[tuple[str, Tensor]], slices: TensorSlices) -> Iterat
 
 
 def quantize_weight(weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """A weight [out, in] as codes of a dtype, int8 or float8_e4m3fn, and the scale of each output, float32 [out]: its
-    largest magnitude divided by that of the codes, 127 or 448, and 1 for zeros."""
+    """A weight [out, in] as int8 or float8_e4m3fn codes, and the scale of each output, float32 [out]: its largest
+    magnitude divided by that of the codes, 127 or 448; 1 for zeros."""
     codes = torch.empty(weight.shape, dtype=dtype)
     scales = torch.empty(weight.shape[0])
     largest = 127 if dtype == torch.int8 else torch.finfo(dtype).max
@@ -52,14 +52,11 @@ def quantize_weight(weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Te
 
 
 def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """A weight [out, in] as int4, and the scale of each group of inputs.
+    """A weight [out, in] as int4, two codes a byte, the even input in the low bits, uint8 [out, in / 2]; and scales,
+    which bfloat16 holds, float32 [out, in / group_size]. The code 8 is zero.
 
-    The weight of the largest magnitude in a group takes -8, the integer without a counterpart, so its scale may be
-    negative. A smaller scale is taken where clipping that weight makes the sum of squared errors less.
-
-    Returns:
-        Two codes a byte, the even input in the low bits, uint8 [out, in / 2]; and the scales, which bfloat16 holds,
-        float32 [out, in / group_size]. The code 8 means zero.
+    The largest magnitude in a group becomes -8, the integer without a counterpart, so its scale may be negative. A
+    smaller scale is taken if clipping that weight makes the sum of squared errors less.
     """
     outputs, inputs = weight.shape
     packed = torch.empty((outputs, inputs // 2), dtype=torch.uint8)
@@ -78,16 +75,13 @@ def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _int4(wide: Tensor, scale: Tensor) -> Tensor:
-    """The integers -8..7 nearest to weights / scale, in float32; 0 if the scale is 0."""
+    """The integers -8..7 nearest to wide / scale, in float32; 0 if the scale is 0."""
     return (wide / torch.where(scale == 0, 1, scale)).round_().clamp_(-8, 7)
 
 
 def quantized(stream: Iterable[tuple[str, Tensor]], layers: Quantized) -> Iterator[tuple[str, Tensor]]:
-    """Quantises the weights of some linear layers, each followed by its scales.
-
-    Weights that become int8 or fp8 have all their columns: the scale is that of a whole row of the model, whichever
-    columns a rank takes. Those that become int4 have whole groups.
-    """
+    """Quantises the weights of ``layers``; scales follow each. For int8 and fp8 a weight must have all its columns,
+    because a row of the model has one scale; for int4 it must have whole groups."""
     for name, tensor in stream:
         module = name.removesuffix(".weight")
         if module == name or module not in layers.modules:
@@ -100,11 +94,8 @@ def quantized(stream: Iterable[tuple[str, Tensor]], layers: Quantized) -> Iterat
 
 
 def stored_int8(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint with int8 layers, whose weights are each followed by their scales.
-
-    Raises:
-        CheckpointError: a member of a layer has values that make no sense.
-    """
+    """The tensors of a checkpoint with int8 layers; scales follow each weight. Raises CheckpointError if a member of a
+    layer has impossible values."""
     for name, tensor in checkpoint.tensors():
         yield name, tensor
         module = name.removesuffix(".weight")
@@ -118,12 +109,7 @@ def stored_int8(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 
 def stored_fp8(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint with fp8 layers, in the form of `quantize_weight`. The weights are each followed by
-    their scales.
-
-    Raises:
-        CheckpointError: a scale makes no sense.
-    """
+    """As ``stored_int8``, for fp8 layers."""
     for name, tensor in checkpoint.tensors():
         yield name, tensor
         module = name.removesuffix(".weight")
@@ -133,12 +119,8 @@ def stored_fp8(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 
 def stored_int4(checkpoint: Checkpoint, description: Int4Description) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint with int4 layers, in the form of `quantize_int4`. The weights are each followed by
-    their scales, and unless they are symmetric by the codes that mean zero.
-
-    Raises:
-        CheckpointError: a member of a layer has values that make no sense.
-    """
+    """As ``stored_int8``, for int4 layers in the form of ``quantize_int4``. The codes for zero follow if the checkpoint
+    is not symmetric."""
     linears = checkpoint.expected.linears
     for name, file in checkpoint.files.items():
         module = name.removesuffix(".weight")
@@ -152,17 +134,13 @@ def stored_int4(checkpoint: Checkpoint, description: Int4Description) -> Iterato
 
 
 def check_weights(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
-    """`check_finite` of a tensor of a checkpoint; scales count as the weight that they belong to."""
+    """``check_finite`` for a tensor of a checkpoint. An error of scales names their weight."""
     source = name if name in checkpoint.files else name.removesuffix(SCALE).removesuffix(ZERO)
     check_finite(checkpoint.files[source], source, tensor)
 
 
 def check_finite(file: Path, name: str, tensor: Tensor) -> None:
-    """Refuses a tensor with a value that is not a finite number: every token of every answer would depend on it.
-
-    Raises:
-        CheckpointError: a value is NaN or infinite.
-    """
+    """Raises CheckpointError if a value is NaN or infinite: every token of every answer would depend on it."""
     if tensor.numel() == 0:
         return
     if tensor.dtype == torch.float8_e4m3fn:  # which has no infinity, and no extremes in torch
@@ -179,11 +157,8 @@ def check_finite(file: Path, name: str, tensor: Tensor) -> None:
 def checked_copies(
     stream: Iterator[tuple[str, Tensor]], checkpoint: Checkpoint, slices: TensorSlices = ALL
 ) -> Iterator[tuple[str, Tensor]]:
-    """Passes tensors on, and then compares the tied tensors that were stored twice, which differ only by mistake.
-
-    Raises:
-        CheckpointError: in the rank's part, a stored copy differs from its original.
-    """
+    """Passes tensors on, and then compares tied tensors that are stored twice. Raises CheckpointError if a copy differs
+    from its original in the rank's part."""
     yield from stream
     for name, file in checkpoint.copies.items():
         original = checkpoint.expected.copies[name]
@@ -207,18 +182,14 @@ def stacked(
     dtypes: Mapping[str, torch.dtype],
     check: Callable[[str, Tensor], None],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stacks tensors that belong together along their rows, and casts them.
+    """Stacks tensors that belong together along their rows, and casts them. Yields our names and tensors in new memory,
+    each with its last part. At any time only one of them is incomplete.
 
     Args:
         stream: the rank's parts, in the order of ``tensors``; each may be a view of its file.
-        tensors: what the stream holds.
         slices: the rows and columns of the rank. Rows that a tensor lacks at the end of its slice become zero.
-        dtypes: what the tensors are cast to; those that are missing here stay as they are.
-        check: called with the name and the cast values of each tensor; may raise.
-
-    Yields:
-        Our names and tensors, each as soon as its last part has come, in memory of its own. At any time only one of
-        them is incomplete.
+        dtypes: of the results; tensors that are missing here keep theirs.
+        check: gets the name and the cast values of each tensor; may raise.
     """
     missing = _rows_of_parts(tensors, slices)
     incomplete: dict[str, Tensor] = {}
@@ -241,7 +212,7 @@ def stacked(
 
 
 def _rows_of_parts(tensors: Tensors, slices: TensorSlices) -> dict[str, dict[str, slice]]:
-    """By our name: the names of the parts, and the rows that each part takes in it."""
+    """By our name: the parts and their rows in it."""
     parts_by_target: dict[str, dict[str, slice]] = {}
     for spec in tensors.specs.values():
         parts = parts_by_target.setdefault(spec.ours, {})

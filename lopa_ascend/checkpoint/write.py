@@ -1,4 +1,4 @@
-"""Writes checkpoints; those whose linear layers are quantised in the format compressed-tensors."""
+"""Writes checkpoints. Quantised layers are in the format compressed-tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lopa_ascend.families.family import Family
 from lopa_ascend.families.table import SCALE, Quantized
 
 MAX_FILE_BYTES = 2 << 30
-"""Bytes of tensors in a file, at most, unless a single tensor has more. They are in memory together."""
+"""Most bytes of tensors in a file, unless one tensor has more. They are in memory together."""
 _CONFIG = "config.json"
 
 
@@ -42,23 +42,19 @@ def write_quantized(
     activations: Mapping[str, Tensor] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Quantises a checkpoint and writes it, with its tokenizer, to another directory.
+    """Quantises a float checkpoint and writes it, with its tokenizer, to the directory ``out``, which is returned. It
+    must be missing or empty, and is empty again after an exception.
 
     Args:
-        path: directory of the float checkpoint.
-        out: the directory to write, which must be missing or empty. It is returned.
-        family: the checkpoint's.
-        linears: the linear layers that are quantised, as ``quantization_exclude`` calls them, e.g. "qkv_proj".
-        form: what those become, "int8", "int4" or "fp8", and of int4 the inputs of a group.
-        lora: directory of a PEFT LoRA adapter that is merged before.
-        activations: of the model with the adapter, as ``smooth.choose_factors`` takes them, to smooth with.
+        linears: the linear layers to quantise, by their names in ``quantization_exclude``, e.g. "qkv_proj".
+        form: "int8", "int4" or "fp8", and for int4 the inputs of a group.
+        lora: directory of a PEFT LoRA adapter, which is merged first.
+        activations: of the model with the adapter, to smooth with; see ``smooth.choose_factors``.
 
     Raises:
         CheckpointError: the checkpoint or the adapter cannot be loaded, or ``out`` is not empty.
         OSError: a file cannot be written, for example because the disk is full.
         ValueError: an activation is not finite, or groups do not divide the inputs of a layer.
-
-    After an exception ``out`` is empty again.
     """
     checkpoint = open_to_quantize(path, out, family)
     expected = checkpoint.expected
@@ -90,21 +86,16 @@ def write_checkpoint(
     copied: Iterable[Path],
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Writes the directory of a model.
+    """Writes the directory of a model. ``out`` must be missing or empty, and is so again after an exception.
 
     Args:
-        out: the directory, which must be missing or empty.
-        tensors: by name. Those of a file are in memory together.
-        objects: content of JSON files, by name. They are written last, in this order, so that a directory that was not
-            finished is no checkpoint.
-        copied: other files and folders that it is to have.
-        max_file_bytes: bytes of tensors in a file, at most, unless a single tensor has more.
+        objects: JSON files by name. They are written last, in this order: an unfinished directory is no checkpoint.
+        copied: other files and folders.
+        max_file_bytes: see ``MAX_FILE_BYTES``.
 
     Raises:
         CheckpointError: ``out`` is not empty.
         OSError: a file cannot be written, for example because the disk is full.
-
-    After an exception ``out`` is as before.
     """
     _check_empty(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -122,8 +113,7 @@ def _quantized_tensors(
     activations: Mapping[str, Tensor] | None,
     layers: Quantized,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the checkpoint to write, with quantised layers. Those that stay float have the dtype that
-    they had."""
+    """Names and tensors of the checkpoint to write. Float tensors keep their dtype."""
     architecture = checkpoint.config.model_type
     adapter = None if lora is None else open_adapter(lora, checkpoint.expected, architecture)
     dtypes: dict[str, torch.dtype] = {}
@@ -174,7 +164,7 @@ def _write_weights(parts: Iterator[dict[str, Tensor]], out: Path) -> None:
 
 @contextmanager
 def _emptied_after_failure(folder: Path) -> Iterator[None]:
-    """Removes all files of a folder, which was empty before, if the ``with`` block fails or is interrupted."""
+    """Empties a folder if the ``with`` block fails or is interrupted."""
     try:
         yield
     except BaseException:
@@ -187,11 +177,8 @@ def _emptied_after_failure(folder: Path) -> Iterator[None]:
 
 
 def open_to_quantize(path: Path, out: Path, family: Family) -> Checkpoint:
-    """Checks the directory of a checkpoint to quantise, and where the result goes, without reading a weight.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be loaded or is quantised already, or ``out`` is not empty.
-    """
+    """Opens a checkpoint to quantise. Raises CheckpointError if it cannot be loaded or is quantised already, or ``out``
+    is not empty."""
     checkpoint = open_checkpoint(path, family)
     found = checkpoint.int8 or checkpoint.int4 or checkpoint.fp8
     if found is not None and checkpoint.quantized is not None:
@@ -206,7 +193,7 @@ def _check_empty(out: Path) -> None:
 
 
 def _parts(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Tensors by name, as many together as ``max_bytes`` allow."""
+    """Divides tensors into parts of at most ``max_bytes``."""
     part: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if part and sum(other.nbytes for other in part.values()) + tensor.nbytes > max_bytes:

@@ -1,6 +1,6 @@
-"""What goes together: which values of parameters a decoding takes, and which go with values of other parameters.
+"""What goes together: the values of parameters that a decoding takes, and rules between two parameters.
 
-Each decoding says it with its class. ``python -m ci.decoding_table`` writes it into docs/decoding.md.
+The classes of decodings declare both. ``python -m ci.decoding_table`` writes them into docs/decoding.md.
 """
 
 from __future__ import annotations
@@ -17,33 +17,27 @@ from lopa_ascend.config.settings import Parameter, settings
 from lopa_ascend.types import Grammar
 
 IN_JSON = {"True": "true", "False": "false", "None": "null"}
-"""How requests spell values that messages of rules hold."""
+"""How requests spell the values in messages."""
 MAX_SHOWN = 100
 """Most characters of a value in a message."""
 COMPARED = (str, int, float, tuple, list, Mapping, Grammar)
-"""Types of values. What has another one is left to the check of the parameter itself."""
+"""Types that are compared. The parameter's own check refuses others."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A parameter that goes with some values of another one only."""
+    """``param`` goes only with ``choices`` of the parameter ``needs``."""
 
     param: str
     needs: str
-    """The other parameter."""
     choices: tuple[object, ...]
-    """The values of the other one."""
     free: tuple[object, ...] = ()
     """Values of ``param`` that go with everything, beside its default."""
     otherwise: object = None
-    """The free value that takes the place of a default which does not go with a request; None: no value does."""
+    """The free value that replaces a default which does not go with a request; None: no value does."""
 
     def holds(self, values: Mapping[str, Any]) -> bool:
-        """Whether parameters keep this rule.
-
-        Args:
-            values: all parameters by name, not necessarily checked.
-        """
+        """Whether ``values`` keep the rule: all parameters by name, not necessarily checked."""
         value = values[self.param]
         if value is None or not isinstance(value, COMPARED) or _is_in(value, _with_default(self.param, self.free)):
             return True
@@ -53,31 +47,31 @@ class Rule:
         return needed in self.choices
 
     def refusal(self, values: Mapping[str, Any]) -> ParameterError:
-        """The error of parameters that do not keep this rule: both values, and what can be used instead."""
+        """The error of parameters that break this rule: both values, and what can be used instead."""
         return _refusal(self.param, values, self.needs, self.choices, _with_default(self.param, self.free))
 
 
 def rules_of(strategy: type[Any]) -> tuple[Rule, ...]:
-    """The rules of a decoding, those of the classes that it inherits from first."""
+    """The rules of a decoding; inherited ones come first."""
     return tuple(rule for owner in reversed(strategy.__mro__) for rule in vars(owner).get("rules", ()))
 
 
 def declaration(name: str) -> Parameter:
-    """The declaration of a parameter, whichever decoding it is of."""
+    """The declaration of a usual parameter, or of some decoding's own."""
     found = settings(UsualParams).get(name) or own_parameters(all_decodings())[name]
     assert isinstance(found, Parameter)
     return found
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters by name, and the defaults of all others."""
+    """The given parameters by name, and the defaults of all others."""
     declared = {**own_parameters(all_decodings()), **settings(UsualParams)}
     return {**{name: setting.default for name, setting in declared.items()}, **values}
 
 
 def values_taken(strategy: type[Any], name: str) -> tuple[object, ...] | None:
-    """The values of a parameter that a decoding takes; None: all. Of a parameter that it does not have it takes the
-    default, unless ``Strategy.only`` says what it does instead."""
+    """The values of a parameter that a decoding takes; None: all. A decoding without the parameter takes the default,
+    or what ``Strategy.only`` says."""
     has_it = name in settings(strategy.parameters) or name in settings(UsualParams)
     values: tuple[object, ...] | None = None if has_it or declaration(name).is_inert else ()
     if name in strategy.told_apart_by:
@@ -90,7 +84,7 @@ def values_taken(strategy: type[Any], name: str) -> tuple[object, ...] | None:
 
 
 def takes(strategy: type[Any], name: str, value: object) -> bool:
-    """Whether a decoding goes with a value of a parameter, not necessarily checked."""
+    """Whether a decoding takes a value, which need not be checked."""
     taken = values_taken(strategy, name)
     if taken is None or value is None or not isinstance(value, COMPARED):
         return True
@@ -98,8 +92,7 @@ def takes(strategy: type[Any], name: str, value: object) -> bool:
 
 
 def decodings_that_take(name: str, value: object) -> tuple[str, ...]:
-    """The decodings that go with a value of a parameter, whatever the parameters are that choose one of their
-    classes; if there are none, those of which some class goes with it."""
+    """The decodings that take a value by default; if there are none, those with some class that does."""
     by_default, by_some = [], []
     for decoding, variants in all_decodings():
         taken = [takes(each, name, value) for each in variants]
@@ -109,15 +102,8 @@ def decodings_that_take(name: str, value: object) -> tuple[str, ...]:
 
 
 def check_combinations(strategy: type[Any], given: Mapping[str, Any]) -> None:
-    """Checks parameters, each of which is allowed by itself.
-
-    Args:
-        strategy: the class of the decoding.
-        given: parameters by name; all others have their defaults.
-
-    Raises:
-        ParameterError: two of them contradict each other; the message names both.
-    """
+    """Raises ParameterError if two parameters contradict each other. Each in ``given`` is allowed by itself; all others
+    have their defaults."""
     values = with_defaults(given)
     for name, value in given.items():
         if not takes(strategy, name, value):
@@ -162,17 +148,13 @@ def _refusal(
 
 
 def fitting_defaults(given: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults that can be used together with what a request asks for. The others are left out.
+    """The members of the defaults ``given`` that go with what a request has ``asked`` for, not checked yet.
 
-    A default ``decoding`` stays in any case. With one that does not exist all defaults stay: ``DecodingParams`` refuses
+    A default ``decoding`` always stays. If the request's does not exist, all defaults stay: ``DecodingParams`` refuses
     its name. ``min_new_tokens`` becomes at most the request's ``max_new_tokens``.
 
-    Args:
-        given: the defaults by name.
-        asked: the parameters that the request sets itself, in place of defaults. They are not checked yet.
-
     Raises:
-        ParameterError: the decoding is that of another package, which cannot be loaded.
+        ParameterError: the decoding's package cannot be loaded.
     """
     usable = dict(given)
     before = given.get("decoding", UsualParams.decoding)
@@ -200,7 +182,7 @@ def fitting_defaults(given: Mapping[str, Any], asked: Mapping[str, Any]) -> dict
 
 
 def _make_room(rule: Rule, usable: dict[str, Any], asked: Mapping[str, Any]) -> None:
-    """Leaves out, or replaces, the default because of which a rule would not hold."""
+    """Leaves out or replaces the default that breaks a rule."""
     droppable = [name for name in (rule.param, rule.needs) if name in usable and name not in asked]
     if not droppable or rule.holds(with_defaults({**usable, **asked})):
         return
@@ -215,7 +197,7 @@ def is_sampling(temperature: Any) -> bool:
 
 
 def _with_default(name: str, values: tuple[object, ...]) -> tuple[object, ...]:
-    """These values and the default before them, but for None."""
+    """These values, after the default if it is not None."""
     default = declaration(name).default
     return values if default is None or default in values else (default, *values)
 
@@ -225,7 +207,7 @@ def _is_in(value: object, values: tuple[object, ...]) -> bool:
 
 
 def _shown(value: object, spelt: Callable[[str], str] = str) -> str:
-    """A value, shortened; nothing for a grammar, which is no value that somebody has sent."""
+    """A value, shortened; nothing for a grammar: no client has sent it in this form."""
     if isinstance(value, Grammar):
         return ""
     text = f"{value:g}" if isinstance(value, float) else spelt(str(value))

@@ -36,11 +36,8 @@ from lopa_ascend.config.settings import (
 class DecodingParams(UsualParams):
     """How one request is decoded. Defaults: the paper's for GSM8K (Table 5), but with three lookahead branches.
 
-    A parameter that is a decoding's own is given and read by its name like all others. Read with a decoding that has
-    none of this name, it is what that decoding does, or the default.
-
-    Args:
-        values: parameters by name.
+    A decoding's own parameters are given and read by name like all others. With another decoding such a parameter
+    reads as what that one does, or as the default.
 
     Raises:
         ParameterError: a name is unknown, a value is not allowed, or two values do not go together; ``param`` names the
@@ -81,7 +78,7 @@ class DecodingParams(UsualParams):
         strategy.check(self)
 
     def __getattr__(self, name: str) -> Any:
-        """A parameter that the class does not declare."""
+        """A decoding's own parameter."""
         own = dict(self.__dict__.get("own", ()))
         if name in own:
             return own[name]
@@ -92,51 +89,45 @@ class DecodingParams(UsualParams):
 
     @property
     def lookaheads(self) -> int:
-        """Most lookahead branches of a pass."""
         return self.num_branches if isinstance(self.num_branches, int) else AUTO_BRANCHES
 
     @property
     def is_auto(self) -> bool:
-        """Whether the number of lookahead branches is chosen for each pass."""
+        """The number of lookahead branches is chosen for each pass."""
         return self.num_branches == AUTO
 
     @property
     def follows_load(self) -> bool:
-        """Whether the number of lookahead branches depends on how many requests run.
-
-        Not with "published", where a branch that wins changes tokens: they would depend on other requests.
-        """
+        """The number of lookahead branches depends on how many requests run. Not with "published": there a winning
+        branch changes tokens, so they would depend on other requests."""
         return self.is_auto and self.branch_acceptance != "published"
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether a window of blocks moves over the canvas and commits keys and values behind it. If not, the whole
-        canvas is there from the beginning, and keys and values are computed again."""
+        """A window of blocks moves over the canvas and commits keys and values behind it. Otherwise the whole canvas
+        is open from the beginning, and its keys and values are computed again."""
         commits: bool = self.strategy.commits
         return commits
 
     @property
     def max_window(self) -> int | None:
-        """Most positions that several rows of a pass compute anew; None: any number."""
+        """Most positions that several rows of a pass compute; None: any number."""
         size: int = self.block_size
         return size if self.strategy.has_one_open_block else None
 
     @property
     def most_rows(self) -> int:
-        """The most rows that a forward pass may have."""
         return self.block_size if self.strategy.has_row_of_each_position else 1 + self.lookaheads
 
     @property
     def row_length(self) -> int:
-        """Positions of a block, and so of the rows of a compiled forward pass."""
+        """Positions of a row in a compiled forward pass: a block, or one."""
         return 1 if self.strategy.fills_one else self.block_size
 
     @property
     def eager_parameter(self) -> str | None:
-        """A field whose value no compiled step can decode, whatever it is compiled for; None if some can.
-
-        Which values compiled steps support is declared with each field.
-        """
+        """A field with a value that no compiled step can decode, whatever it is compiled for; None: there is none.
+        Each field declares what compiled steps support."""
         if self.strategy.decides_on_host:
             return None
         for name, parameter in self.all_parameters().items():
@@ -156,40 +147,29 @@ class DecodingParams(UsualParams):
 
     @property
     def ranking(self) -> str:
-        """The confidence that a pass reports beside the probability: as a rule ``confidence``."""
+        """The confidence that a pass reports beside the probability; usually ``confidence``."""
         ranking: str = self.strategy.ranked_by(self)
         return ranking
 
     @property
     def is_random(self) -> bool:
-        """Whether the answer depends on the seed."""
+        """The answer depends on the seed."""
         return self.temperature > 0 or self.strategy.draws(self)
 
     def eos_ids_or(self, models: tuple[int, ...]) -> tuple[int, ...]:
-        """The EOS ids of the request: its own if it names any, else those of the model."""
+        """The request's own EOS ids, or else ``models``."""
         own = self.eos_token_id
         return models if own is None else (own,) if isinstance(own, int) else own
 
     def ends(self, eos: Iterable[int]) -> frozenset[int]:
-        """Token ids that end the answer.
-
-        Args:
-            eos: EOS ids, which end it unless ``ignore_eos``.
-        """
+        """Token ids that end the answer: stop ids, and ``eos`` unless ``ignore_eos``."""
         stop_ids = frozenset(self.stop_token_ids)
         return stop_ids if self.ignore_eos else stop_ids | frozenset(eos)
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> DecodingParams:
-        """The parameters of a published evaluation, such as "S13" of the LoPA paper; see docs/decoding.md.
-
-        Args:
-            name: of the preset.
-            options: parameters in place of the preset's.
-
-        Raises:
-            ParameterError: there is no such preset, or an option is not allowed.
-        """
+        """The parameters of a published evaluation, e.g. "S13" of the LoPA paper (docs/decoding.md), but for
+        ``options``. Raises ParameterError for an unknown preset or an option that is not allowed."""
         found = find_preset(name)
         refuse_unknown(options, cls.names())
         return cls(**found.merged(options))
@@ -200,8 +180,7 @@ class DecodingParams(UsualParams):
         return cls(**values)
 
     def for_continuations(self, longest: int) -> DecodingParams:
-        """How continuations of a prompt are scored, the longest of which has ``longest`` tokens: with the attention and
-        in the blocks of this decoding."""
+        """How continuations of at most ``longest`` tokens are scored: with this decoding's attention and blocks."""
         return DecodingParams(
             decoding=self.strategy.scored_by,
             block_size=self.block_size,
@@ -210,20 +189,12 @@ class DecodingParams(UsualParams):
         )
 
     def changed(self, **values: Any) -> DecodingParams:
-        """A copy with other values, among them parameters that are the decoding's own.
-
-        Raises:
-            ParameterError: as for ``DecodingParams``.
-        """
+        """A copy with other values, also of the decoding's own parameters. Raises ParameterError as the class does."""
         return replace(self, **values)
 
     def with_valid(self, **values: Any) -> DecodingParams:
-        """A copy with other values, which are known to be valid and to go with the rest: nothing is checked again.
-        Copies for a thousand choices would otherwise take most of a second.
-
-        Args:
-            values: by name, in the form in which they are stored.
-        """
+        """A copy with other values, which are valid, fit the rest, and are in their stored form: nothing is checked.
+        With checks the copies for a thousand choices take most of a second."""
         changed = copy(self)
         for name, value in values.items():
             object.__setattr__(changed, name, value)
@@ -231,26 +202,23 @@ class DecodingParams(UsualParams):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Names of all parameters, in order, but for those that decodings of other packages declare."""
+        """Names of ``parameters``."""
         return tuple(cls.parameters())
 
     @classmethod
     def parameters(cls) -> Mapping[str, Parameter]:
-        """The declarations by name, in order, but for those of decodings of other packages."""
+        """The declarations by name, in order, without those of other packages' decodings."""
         return _declarations(all_decodings(), built_in=True)
 
     @classmethod
     def all_parameters(cls) -> Mapping[str, Parameter]:
-        """The declarations by name, in order, and after them those of decodings of other packages."""
+        """``parameters``, and after them those of other packages' decodings."""
         return _declarations(all_decodings())
 
 
 @dataclass(frozen=True)
 class GraphParams:
-    """The decoding that an engine compiles its graphs for. Requests with others, or that need more room, run eagerly.
-
-    It follows the decoding defaults of a server or of a model, by ``of``.
-    """
+    """The decoding that an engine compiles its graphs for. Requests that differ, or need more room, run eagerly."""
 
     num_branches: int = 3
     """Most lookahead branches that graphs have room for."""
@@ -260,11 +228,10 @@ class GraphParams:
     confidence: str = "max_prob"
     branch_acceptance: str = "published"
     drafts: bool = False
-    """Whether passes over a block draft."""
 
     @classmethod
     def of(cls, params: DecodingParams) -> GraphParams:
-        """Graphs for requests with these parameters; for those of other requests if no graph can decode these."""
+        """Graphs for these decoding defaults; the usual graphs if none can decode them."""
         if not params.is_pipelined or params.lookahead_depth > 1:
             return cls()
         runs_eagerly = params.is_auto and params.branch_acceptance != "exact"
@@ -280,7 +247,6 @@ class GraphParams:
 
 @cache
 def _declarations(decodings: Decodings, built_in: bool = False) -> Mapping[str, Parameter]:
-    """The declarations of the usual parameters and of decodings' own ones."""
     declared = {**settings(UsualParams)}
     declared |= {
         name: own for name, own in own_parameters(decodings, built_in=built_in).items() if name not in declared
@@ -291,5 +257,5 @@ def _declarations(decodings: Decodings, built_in: bool = False) -> Mapping[str, 
 
 
 def banned_ids(params: DecodingParams) -> list[tuple[int, ...]]:
-    """The entries of ``bad_words`` that are token ids rather than texts."""
+    """The entries of ``bad_words`` that are token ids, not texts."""
     return [word for word in params.bad_words if not isinstance(word, str)]

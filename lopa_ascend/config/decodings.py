@@ -1,9 +1,8 @@
 """The decodings that a request can name, and what each of them takes.
 
-A decoding is a class, ``decode.strategy.Strategy``, whose attributes say everything about it: its parameters, what goes
-together, and what it can do. The built-in ones are registered as those of other packages are: in this process by
-`lopa_ascend.register_decoding`; in every process, so also in those of a server and of several ranks, by an entry point
-of an installed package, with the decoding's name as its name.
+A decoding is a subclass of ``decode.strategy.Strategy``. Its attributes declare its parameters, what goes together, and
+what it can do. Built-in and other decodings are registered alike: by ``lopa_ascend.register_decoding`` for this
+process, or by an entry point with the decoding's name for every process of a server or an engine.
 """
 
 from __future__ import annotations
@@ -21,20 +20,17 @@ from lopa_ascend.config.kinds import Choice
 from lopa_ascend.config.settings import Setting, settings
 
 BUILT_IN = "lopa_ascend.decode"
-"""The package that registers the built-in decodings when it is imported: not before use, because it needs this one."""
+"""Registers the built-in decodings on import. It needs this module, so it is imported at the first use."""
 GROUP = "lopa_ascend.decodings"
 """The group of entry points."""
 Decodings = tuple[tuple[str, tuple[type[Any], ...]], ...]
 """Names with their classes, the usual one first."""
 _registered: dict[str, tuple[type[Any], ...]] = {}
-"""By name: the classes of a decoding, the usual one first."""
 
 
 def add_decoding(name: str, *variants: type[Any]) -> None:
-    """Adds a decoding to those of this process; `lopa_ascend.register_decoding` says what it must be.
-
-    Args:
-        variants: its classes. Their ``told_apart_by`` names the parameters that choose one of several.
+    """Adds a decoding to this process; see ``lopa_ascend.register_decoding``. ``told_apart_by`` names the parameters
+    that choose one of several classes.
 
     Raises:
         ValueError: the name is taken, or a class is not like a built-in decoding.
@@ -48,10 +44,7 @@ def add_decoding(name: str, *variants: type[Any]) -> None:
 
 
 def find_decoding(name: object, values: Mapping[str, Any] | None = None) -> type[Any] | None:
-    """The class of a decoding; None if there is none of this name.
-
-    Args:
-        values: parameters by name, which tell the classes of one decoding apart; not necessarily checked.
+    """The class of a decoding; None for an unknown name. ``values`` choose one of several classes, and need no check.
 
     Raises:
         ValueError: its entry point cannot be loaded, or the class is not like a built-in decoding.
@@ -66,32 +59,30 @@ def find_decoding(name: object, values: Mapping[str, Any] | None = None) -> type
 
 
 def known_decodings() -> tuple[str, ...]:
-    """The name of every decoding of this process, the built-in ones first."""
+    """Every name in this process; built-in ones come first."""
     built_in = built_in_decodings()
     return (*built_in, *sorted({*_registered, *_installed()} - {*built_in}))
 
 
 def built_in_decodings() -> tuple[str, ...]:
-    """The names of the built-in decodings."""
     import_module(BUILT_IN)
     return tuple(name for name, variants in _registered.items() if _is_built_in(variants[0]))
 
 
 def values_of(attribute: str) -> tuple[str, ...]:
-    """The values of a parameter that chooses one of several classes of a built-in decoding."""
+    """The values of a parameter in some built-in decoding's ``told_apart_by``."""
     variants = chain.from_iterable(map(variants_of, built_in_decodings()))
     return tuple(dict.fromkeys(getattr(each, attribute) for each in variants if attribute in each.told_apart_by))
 
 
 def with_graphs(decoding: str) -> bool:
-    """Whether compiled steps decode it. A class that decides on the device says so for itself alone: a subclass decides
-    otherwise."""
+    """Whether compiled steps decode it. ``has_graphs`` is not inherited: a subclass decides differently."""
     variants = variants_of(decoding)
     return any(vars(strategy).get("has_graphs", False) or strategy.decides_on_host for strategy in variants)
 
 
 def all_decodings() -> Decodings:
-    """The decodings of this process that can be loaded. A request that names another one is told why not."""
+    """The decodings of this process that can be loaded. A request for another one is told why it cannot."""
     import_module(BUILT_IN)
     for name in _installed():
         with suppress(ValueError):
@@ -101,11 +92,7 @@ def all_decodings() -> Decodings:
 
 @cache
 def own_parameters(decodings: Decodings, *, built_in: bool = False) -> Mapping[str, Setting]:
-    """The declarations of the parameters that decodings have of their own, by name.
-
-    Args:
-        built_in: those of built-in decodings alone.
-    """
+    """The declarations of decodings' own parameters by name; with ``built_in`` of built-in decodings only."""
     found: dict[str, Setting] = {}
     for strategy in chain.from_iterable(variants for _, variants in decodings):
         if not built_in or _is_built_in(strategy):
@@ -119,8 +106,6 @@ def _is_built_in(strategy: type[Any]) -> bool:
 
 @dataclass(frozen=True)
 class DecodingName(Choice):
-    """The name of a decoding."""
-
     choices: tuple[str, ...] = ()
 
     @property
@@ -138,11 +123,11 @@ class DecodingName(Choice):
 
 @dataclass(frozen=True)
 class Variant(Choice):
-    """One of the values that tell the classes of a decoding apart."""
+    """A value that tells the classes of a decoding apart."""
 
     choices: tuple[str, ...] = ()
     attribute: str = ""
-    """Of these classes; it is the name of the parameter, too."""
+    """Name of the parameter, and of the classes' attribute."""
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -153,11 +138,7 @@ class Variant(Choice):
 
 
 def variants_of(name: object) -> tuple[type[Any], ...]:
-    """The classes of a decoding, the usual one first; none if there is none of this name.
-
-    Raises:
-        ValueError: see ``find_decoding``.
-    """
+    """The classes of a decoding, the usual one first; empty for an unknown name. Raises as ``find_decoding``."""
     if not isinstance(name, str):
         return ()
     import_module(BUILT_IN)
@@ -174,7 +155,6 @@ def variants_of(name: object) -> tuple[type[Any], ...]:
 
 
 def _check_strategy(name: str, strategy: type[Any]) -> None:
-    """Refuses a class that no request could be decoded by."""
     if not (isinstance(strategy, type) and issubclass(strategy, import_module(BUILT_IN).Strategy)):
         raise ValueError(f"decoding {name!r} must be a subclass of lopa_ascend.decode.strategy.Strategy")
     if not (isinstance(strategy.parameters, type) and is_dataclass(strategy.parameters)):
@@ -192,7 +172,7 @@ def _check_strategy(name: str, strategy: type[Any]) -> None:
 
 @cache
 def _load(point: EntryPoint) -> type[Any] | Exception:
-    """The strategy of an entry point, or why it cannot be loaded. That is tried once: every request asks again."""
+    """The strategy of an entry point, or why it cannot be loaded. Cached, because every request asks."""
     try:
         strategy: type[Any] = point.load()
     except Exception as error:  # noqa: BLE001  the module is another package's, which may raise anything
@@ -202,5 +182,5 @@ def _load(point: EntryPoint) -> type[Any] | Exception:
 
 @cache
 def _installed() -> dict[str, EntryPoint]:
-    """By name; read once, because it takes milliseconds and requests may name anything."""
+    """By name. Cached: reading takes milliseconds, and requests may name anything."""
     return {point.name: point for point in entry_points(group=GROUP)}

@@ -1,4 +1,4 @@
-"""What an engine is started with."""
+"""The configuration of an engine."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ GRAPH_MODES_BY_DEVICE = {
     "npu": ("npugraph_ex", "ge", "eager"),
     "cuda": ("cuda_graphs", "eager"),
 }
-"""How each kind of device can run decoding steps; the first mode is its default."""
+"""The first mode of a device is its default."""
 GRAPH_MODES = tuple(dict.fromkeys(("eager", *(mode for modes in GRAPH_MODES_BY_DEVICE.values() for mode in modes))))
-"""Every graph mode of some device."""
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = {"w8a8": ("int8", 0), "w4a8": ("int4", 32), "w4a8_g128": ("int4", 128), "fp8": ("fp8", 0)}
-"""By name: what the weights become, and of int4 ones how many inputs share a scale."""
+"""The weights' codes, and the number of inputs that share a scale of int4 weights."""
 INT8_GRAPH_MODES = tuple(mode for mode in GRAPH_MODES if mode != "inductor")
-"""Graph modes that can run int8 linear layers."""
 INT8_LAYERS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-"""The linear layers that quantisation changes, as `quantization_exclude` and the tables of architectures call them."""
+"""The linear layers that quantisation changes, by their names in ``quantization_exclude`` and architecture tables."""
 ATTENTION_LAYOUTS = ("TND", "TND16", "BSH")
 DEFAULT_MODEL_LEN = 8192
-"""Upper limit of the default ``max_model_len``. With the full length of a model, such as 131072 positions, the KV pages
-would be enough for few sequences only, and one request of that length would hold up all others."""
+"""Upper limit of the default ``max_model_len``. At a model's full length, e.g. 131072 positions, the KV pages would
+serve few sequences, and one long request would hold up all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an engine is started with.
+    """The configuration of an engine.
 
     Raises:
         ParameterError: a value is not allowed, or two values do not go together; ``param`` names the field.
@@ -198,7 +196,7 @@ class EngineConfig:
     )
 
     graph_params: GraphParams = GraphParams()
-    """What graphs are compiled for: no setting, but what follows from the decoding defaults."""
+    """Follows from the decoding defaults; not a setting."""
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -222,15 +220,7 @@ class EngineConfig:
                 raise ParameterError("quantization_exclude", message)
 
     def check_int8(self, param: str, value: str) -> None:
-        """Refuses int8 linear layers where they cannot run.
-
-        Args:
-            param: the setting that asks for them.
-            value: its value, for the message.
-
-        Raises:
-            ParameterError: the graph mode cannot run them.
-        """
+        """Raises ParameterError if the graph mode cannot run int8 linear layers, which ``param`` asks for."""
         if self.graph_mode not in INT8_GRAPH_MODES:
             modes = ", ".join(INT8_GRAPH_MODES)
             raise ParameterError(
@@ -238,17 +228,17 @@ class EngineConfig:
             )
 
     def quantized_layers(self) -> frozenset[str]:
-        """Those of INT8_LAYERS that this configuration quantises."""
+        """The members of INT8_LAYERS that this configuration quantises."""
         return frozenset() if self.quantization is None else frozenset(INT8_LAYERS) - {*self.quantization_exclude}
 
     @property
     def group_size(self) -> int:
-        """How many inputs share a scale if this configuration quantises to int4; otherwise 0."""
+        """Number of inputs that share a scale of int4 weights; 0 without quantisation to int4."""
         return 0 if self.quantization is None else QUANTIZATIONS[self.quantization][1]
 
     @property
     def codes(self) -> str | None:
-        """What weights become if this configuration quantises: "int8", "int4" or "fp8"; None if it does not."""
+        """Number format of quantised weights: "int8", "int4" or "fp8"; None without quantisation."""
         return None if self.quantization is None else QUANTIZATIONS[self.quantization][0]
 
     def check_split(self, model: ModelConfig) -> None:
@@ -260,7 +250,7 @@ class EngineConfig:
             raise ParameterError("tensor_parallel_size", message)
 
     def longest_sequence(self, model: ModelConfig) -> int:
-        """Positions of the longest sequence: ``max_model_len``, or by default what a model allows and a server can use.
+        """Positions of the longest sequence: ``max_model_len``, or its default for the model.
 
         Raises:
             ParameterError: the model has fewer positions.
@@ -272,30 +262,21 @@ class EngineConfig:
         return self.max_model_len or min(limit, DEFAULT_MODEL_LEN)
 
     def batched_tokens(self, max_model_len: int) -> int:
-        """Tokens that a rank computes in a step, at most.
-
-        Args:
-            max_model_len: positions of the longest sequence.
-        """
+        """Most tokens that a rank computes in a step."""
         return self.max_num_batched_tokens or max(4096, max_model_len)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of this engine."""
+        """Number of ranks."""
         return self.tensor_parallel_size * self.branch_parallel_size
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Names of all settings, in order."""
         return tuple(settings(cls))
 
 
 def check_window_attention(window_attention: str, branch_parallel_size: int, graph_mode: str) -> None:
-    """Refuses full attention in compiled steps of several branch-parallel groups.
-
-    Raises:
-        ParameterError: it was asked for.
-    """
+    """Raises ParameterError for full attention in compiled steps of several branch-parallel groups."""
     if window_attention == "full" and branch_parallel_size > 1 and graph_mode != "eager":
         message = (
             f'"full" and branch_parallel_size {branch_parallel_size} do not go together in graph mode {graph_mode}; '
@@ -305,11 +286,7 @@ def check_window_attention(window_attention: str, branch_parallel_size: int, gra
 
 
 def divided_length(length: int, max_queries: int | None) -> tuple[int, ...]:
-    """The lengths of the entries that make up an entry of ``length`` queries.
-
-    Args:
-        max_queries: queries of an entry at most; None for any number.
-    """
+    """Splits an entry of ``length`` queries into entries of at most ``max_queries``; None: no limit."""
     if max_queries is None or length <= max_queries:
         return (length,)
     count, rest = divmod(length, max_queries)

@@ -1,7 +1,7 @@
 """Reads the text and JSON files of a model directory, with errors that name the file and what was expected.
 
-A directory may come from anywhere, so nothing in it can make reading long: only regular files of limited size are
-opened, JSON is nested to a limited depth, and messages show at most the beginning of a value.
+A directory may come from anywhere, so reading is bounded: only regular files of limited size are opened, JSON has a
+limited depth, and messages show at most the beginning of a value.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from pathlib import Path
 from typing import Any
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""The weights of a model: in one file, which is taken if both are there, or an index of several."""
+"""A model's weights in one file, or the index of several. The single file wins if both are there."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of a PEFT adapter."""
 MAX_FILE = 4 * 2**20
-"""Bytes of the largest file that is read, unless the caller says otherwise. Configurations have some kilobytes."""
+"""Default limit of a file in bytes. Configurations have some kilobytes."""
 MAX_VOCABULARY = 32 * 2**20
-"""Bytes of the largest file of a vocabulary. The largest byte-level ones in use have 28 million."""
+"""Limit of a vocabulary file in bytes. The largest byte-level ones in use have 28 million."""
 MAX_HEADER = 4 * 2**20
-"""Bytes of the largest header of a safetensors file that is read. A tensor takes some 120 of them. The header is read
-again for each tensor that is mapped."""
+"""Limit of a safetensors header in bytes. A tensor takes some 120. Each mapped tensor reads the header again."""
 MAX_DEPTH = 64
-"""The most levels to which objects and lists may be nested."""
+"""Most levels of nested objects and lists."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""A surrogate, as JSON escapes it: half of a character. A pair of them is text, a single one is not."""
+"""A surrogate as JSON escapes it. A pair is a character, a single one is no text."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 120, 120
@@ -39,17 +38,13 @@ _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 8
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: its ``repr``, shortened if it is long. That of a whole value can take seconds."""
+    """The shortened ``repr`` of a value, for messages. A full one can take seconds."""
     return _SHORT.repr(value)
 
 
 def check_regular(file: Path, error_class: type[ValueError]) -> os.stat_result:
-    """Refuses what is no regular file: opening a named pipe, for example, would wait for somebody to write to it.
-
-    Raises:
-        error_class: it is no regular file.
-        OSError: it does not exist, or cannot be looked at.
-    """
+    """Raises ``error_class`` for anything but a regular file: opening a named pipe waits for a writer. Raises OSError
+    if there is no file, or its status cannot be read."""
     try:
         status = file.stat()
     except ValueError as error:  # a NUL character, which no path has
@@ -61,12 +56,8 @@ def check_regular(file: Path, error_class: type[ValueError]) -> os.stat_result:
 
 
 def read_bytes(file: Path, error_class: type[ValueError], max_bytes: int) -> bytes:
-    """The content of a text file, without the byte order mark that some editors begin it with.
-
-    Raises:
-        error_class: it is no regular file, or too large.
-        OSError: it does not exist, or cannot be read.
-    """
+    """The content of a file without a byte order mark. Raises ``error_class`` if it is too large, and as
+    ``check_regular``."""
     size = check_regular(file, error_class).st_size
     if size > max_bytes:
         raise error_class(f"{file}: has {size} bytes, expected at most {max_bytes}")
@@ -74,16 +65,7 @@ def read_bytes(file: Path, error_class: type[ValueError], max_bytes: int) -> byt
 
 
 def read_text(file: Path, error_class: type[ValueError], *, max_bytes: int = MAX_FILE) -> str:
-    """The text of a UTF-8 file.
-
-    Args:
-        file: what to read.
-        error_class: the caller's error for files that cannot be used.
-        max_bytes: size of the largest file that is read.
-
-    Raises:
-        error_class: the file cannot be read, is too large, or is not UTF-8.
-    """
+    """The text of a UTF-8 file. Raises ``error_class`` if it cannot be read, is too large, or is not UTF-8."""
     try:
         return read_bytes(file, error_class, max_bytes).decode("utf-8")
     except OSError as error:
@@ -95,17 +77,8 @@ def read_text(file: Path, error_class: type[ValueError], *, max_bytes: int = MAX
 def read_json_object(
     file: Path, error_class: type[ValueError], *, optional: bool = False, max_bytes: int = MAX_FILE
 ) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Args:
-        file: what to read.
-        error_class: the caller's error for files that cannot be used.
-        optional: a file that does not exist counts as an empty object.
-        max_bytes: size of the largest file that is read.
-
-    Raises:
-        error_class: the file cannot be read, is too large, is not JSON, or holds something else than an object.
-    """
+    """The JSON object in a file; an ``optional`` file that does not exist counts as an empty one. Raises
+    ``error_class`` if the file cannot be read, is too large, or holds no JSON object."""
     try:
         raw = read_bytes(file, error_class, max_bytes)
     except OSError as error:
@@ -121,12 +94,8 @@ def read_json_object(
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in UTF-8 text.
-
-    Raises:
-        ValueError: it is not UTF-8 or not JSON, has a name twice in an object, or is nested too deeply.
-        TypeError: it is something else than an object.
-    """
+    """The JSON object in UTF-8 text. Raises TypeError for another value, and ValueError for text that is not UTF-8 or
+    JSON, has a name twice in an object, or is nested too deeply."""
     too_deep = f"objects and lists are nested more than {MAX_DEPTH} levels deep"
     try:
         value = strict_json(raw)
@@ -142,8 +111,8 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 
 def strict_json(raw: bytes, **numbers: Any) -> Any:
-    """What JSON in UTF-8 says. Names in an object must differ: readers do not agree on which of two equal ones counts.
-    Raises ValueError and RecursionError as ``json.loads`` does, of which ``numbers`` are options."""
+    """The value of JSON in UTF-8. Names in an object must differ: readers disagree on which of two equal ones counts.
+    Raises ValueError and RecursionError as ``json.loads``, which gets the options ``numbers``."""
     return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, **numbers)
 
 
@@ -155,12 +124,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def repeated(names: Iterable[Any]) -> Any:
-    """The first name that is there twice; None if all differ."""
+    """The first name that occurs twice; None if all differ."""
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _depth(value: object) -> int:
-    """How many levels deep objects and lists are nested; counting stops at ``MAX_DEPTH`` + 1."""
+    """Levels of nested objects and lists; counting stops at ``MAX_DEPTH`` + 1."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
         depth += 1
@@ -169,7 +138,6 @@ def _depth(value: object) -> int:
 
 
 def _items(container: object) -> Iterable[object]:
-    """What an object or a list holds."""
     if isinstance(container, dict):
         return container.values()
     return container if isinstance(container, list) else ()
@@ -180,34 +148,26 @@ class ConfigError(ValueError):
 
 
 class Fields:
-    """The fields of a JSON object.
-
-    Args:
-        values: the object.
-        source: path of its file.
-        names: what the file calls fields, by the names that the methods take; the others have one name.
-    """
+    """The fields of a JSON object from the file ``source``. ``names`` has the file's names of fields, by the names that
+    the methods take, if they differ."""
 
     def __init__(self, values: Mapping[str, Any], source: str, names: Mapping[str, str] | None = None):
         self.values, self.source, self._names = values, source, names or {}
         self.read: set[str] = set()
-        """What the file calls the fields that were asked for."""
+        """The file's names of the fields that were asked for."""
 
     def name(self, field: str) -> str:
-        """What the file calls a field."""
         return self._names.get(field, field)
 
     def has(self, field: str) -> bool:
-        """Whether the file has a field."""
         return self.get(field) is not None
 
     def get(self, field: str, default: object = None) -> Any:
-        """The value of a field as it is."""
+        """The unchecked value of a field."""
         self.read.add(self.name(field))
         return self.values.get(self.name(field), default)
 
     def error(self, name: str, expected: str) -> ConfigError:
-        """The error of a field whose value is not what was expected."""
         return ConfigError(f"{self.source}: {self.name(name)} is {shown(self.get(name))}, expected {expected}")
 
     def expect(self, name: str, allowed: tuple[object, ...], default: object = None) -> None:
@@ -216,13 +176,8 @@ class Fields:
             raise self.error(name, " or ".join(map(repr, allowed)))
 
     def integer(self, name: str, at_most: int, default: int | None = None) -> int:
-        """A positive integer.
-
-        Args:
-            name: the field.
-            at_most: far more than any model has. It bounds the time and memory of everything that depends on the field.
-            default: of a field that is missing; None: the field must be there.
-        """
+        """A positive integer. ``at_most`` is far more than any model has: it bounds time and memory that depend on the
+        field. Without a default the field must be there."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(name, "a positive integer")
@@ -231,7 +186,6 @@ class Fields:
         return value
 
     def number(self, name: str, default: float, *, at_least: float = 0.0, at_most: float = 1e12) -> float:
-        """A positive number in a range."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value:
             raise self.error(name, "a positive number")
@@ -240,14 +194,12 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise self.error(name, "true or false")
         return value
 
     def token(self, name: str, vocab: int) -> int:
-        """A token id."""
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab:
             raise self.error(name, f"a token id below {self.name('vocab_size')} {vocab}")

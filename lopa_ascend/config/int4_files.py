@@ -1,6 +1,6 @@
-"""What in a model directory says that linear layers are int4, in the formats GPTQ, AWQ and compressed-tensors.
+"""Finds the description of int4 linear layers in a model directory: GPTQ, AWQ or compressed-tensors.
 
-``checkpoint/int4_formats.py`` reads the descriptions themselves.
+``checkpoint/int4_formats.py`` reads the description.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from lopa_ascend.config.int8_files import CONFIG_FIELD, uses_compressed_tensors
 GPTQ, AWQ, PACKED = "gptq", "awq", "pack-quantized"
 """The formats: values of ``quant_method``, and the ``format`` of compressed-tensors."""
 OWN_FILES = {"quantize_config.json": GPTQ, "quant_config.json": AWQ}
-"""The files of older checkpoints that have in them what CONFIG_FIELD has, and their format if they do not name it."""
+"""Files of older checkpoints with the content of CONFIG_FIELD, and the format if they do not name one."""
 GROUP_SIZES = (32, 64, 128)
-"""The numbers of inputs that may share a scale."""
+"""Numbers of inputs that may share a scale."""
 
 
 def int4_format(value: object) -> str | None:
-    """The format of int4 layers that CONFIG_FIELD describes; None if it describes none."""
+    """The format that the value of CONFIG_FIELD describes; None: no int4 layers."""
     if uses_compressed_tensors(value):
         assert isinstance(value, dict)
         return PACKED if value.get("format") == PACKED else None
@@ -32,14 +32,10 @@ def int4_format(value: object) -> str | None:
 def int4_description(
     path: Path, raw: Mapping[str, Any], error_class: type[ValueError]
 ) -> tuple[Path, str, Mapping[str, Any]] | None:
-    """What a directory says of int4 layers: the file, the format and the fields; None if nothing.
+    """The file, the format and the fields of a directory's description; None: no int4 layers.
 
     Args:
-        path: the directory.
-        raw: content of its config.json.
-
-    Raises:
-        error_class: a file is no JSON object.
+        raw: content of config.json.
     """
     value = raw.get(CONFIG_FIELD)
     if value is not None:

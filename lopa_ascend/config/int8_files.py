@@ -1,6 +1,6 @@
-"""What in a model directory says that linear layers are int8 or fp8, in the formats that are read.
+"""Finds the description of int8 or fp8 linear layers in a model directory: compressed-tensors, ModelSlim or fp8.
 
-``checkpoint/int8_formats.py`` and ``fp8_formats.py`` read the descriptions themselves.
+``checkpoint/int8_formats.py`` and ``fp8_formats.py`` read the description.
 """
 
 from __future__ import annotations
@@ -8,31 +8,29 @@ from __future__ import annotations
 from pathlib import Path
 
 CONFIG_FIELD = "quantization_config"
-"""The field of config.json that describes quantised layers, but for those of ModelSlim."""
+"""The field of config.json that describes quantised layers, except those of ModelSlim."""
 COMPRESSED_TENSORS = "compressed-tensors"
 """The name of the format in that field."""
 FP8, FLOAT_QUANTIZED = "fp8", "float-quantized"
 """The formats of fp8 layers: a value of ``quant_method``, and of ``format`` in compressed-tensors."""
 MODELSLIM = "ModelSlim"
 DESCRIPTION = "quant_model_description*.json"
-"""The file that describes each tensor in the format ModelSlim. Its name differs from version to version, as do those of
-the weights: earlier ones are called quant_model_description_w8a8_dynamic.json."""
+"""Describes each tensor of a ModelSlim checkpoint. Names differ between versions, also those of the weights: an earlier
+one is quant_model_description_w8a8_dynamic.json."""
 MODELSLIM_WEIGHTS = "quant_model_weight*.safetensors"
-"""The weights of a ModelSlim checkpoint."""
 
 
 def modelslim_descriptions(path: Path) -> list[Path]:
-    """The files in a model directory that describe tensors in the format ModelSlim."""
     return sorted(path.glob(DESCRIPTION))
 
 
 def uses_compressed_tensors(value: object) -> bool:
-    """Whether CONFIG_FIELD describes layers in a format of compressed-tensors."""
+    """Whether the value of CONFIG_FIELD names this format."""
     return isinstance(value, dict) and value.get("quant_method") == COMPRESSED_TENSORS
 
 
 def fp8_format(value: object) -> str | None:
-    """The format of fp8 layers that CONFIG_FIELD describes; None if it describes none."""
+    """The format that the value of CONFIG_FIELD describes; None: no fp8 layers."""
     if uses_compressed_tensors(value):
         assert isinstance(value, dict)
         return FLOAT_QUANTIZED if value.get("format") == FLOAT_QUANTIZED else None
@@ -40,7 +38,7 @@ def fp8_format(value: object) -> str | None:
 
 
 def has_fp8_weights(value: object) -> bool:
-    """Whether layers that CONFIG_FIELD describes are fp8 in memory; those with scales of blocks are not."""
+    """Whether the described layers stay fp8 in memory; layers with scales of blocks do not."""
     if fp8_format(value) is None:
         return False
     assert isinstance(value, dict)
@@ -53,7 +51,6 @@ def has_fp8_weights(value: object) -> bool:
 
 
 def _has_blocks(group: object) -> bool:
-    """Whether a group of compressed-tensors has weights with scales of blocks."""
     match group:
         case {"weights": {"strategy": "block"}}:
             return True

@@ -1,4 +1,4 @@
-"""The kinds of values that settings take: which values are allowed, and how text stands for them."""
+"""The kinds of values of settings: which are allowed, and how text spells them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 4096, 512MiB or 1.5 GiB.
-
-    Raises:
-        ValueError: the text is not a size.
-    """
+    """Bytes of a size such as 4096, 512MiB or 1.5 GiB. Raises ValueError for other text."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([KMGT]iB|)", text)
     if match is None:
         raise ValueError(f"must be a number of bytes, or a number with a unit, e.g. 512MiB or 4GiB; got {text!r}")
@@ -37,23 +33,19 @@ def parse_size(text: str) -> int:
 
 
 def format_size(num_bytes: float) -> str:
-    """A size rounded to one decimal, in the largest unit of which it has at least one: "1.5 GiB"."""
+    """A size rounded to one decimal, in its largest unit: "1.5 GiB"."""
     unit = max((unit for unit in UNITS if UNITS[unit] <= num_bytes), key=UNITS.__getitem__, default="")
     return f"{num_bytes / UNITS[unit]:.1f} {unit}" if unit else f"{num_bytes:.0f} B"
 
 
 def exact_size(num_bytes: int) -> str:
-    """A size without rounding, in the largest unit that divides it: "8MiB". ``parse_size`` reads it back."""
+    """An exact size, in the largest unit that divides it: "8MiB". ``parse_size`` reads it back."""
     unit = max((unit for unit in UNITS if num_bytes % UNITS[unit] == 0), key=UNITS.__getitem__) if num_bytes else ""
     return f"{num_bytes // UNITS[unit]}{unit}"
 
 
 def _text(value: str) -> str:
-    """A string as plain Python text.
-
-    Raises:
-        ValueError: it holds a lone surrogate, which no UTF-8 can express.
-    """
+    """A string as ``str`` itself. Raises ValueError for a lone surrogate, which UTF-8 cannot express."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -62,16 +54,14 @@ def _text(value: str) -> str:
 
 
 class Kind(ABC):
-    """A kind of values."""
-
     metavar: ClassVar[str]
-    """What stands for a value in --help."""
+    """Stands for a value in --help."""
     many: ClassVar[bool] = False
     """A setting of this kind holds several values."""
 
     @abstractmethod
     def checked(self, value: object) -> object:
-        """The value in the form in which it is stored.
+        """The value in its stored form.
 
         Raises:
             ValueError: the value is not allowed; the message says what is.
@@ -79,11 +69,8 @@ class Kind(ABC):
         """
 
     def parse(self, text: str) -> Any:
-        """One value from a command line or a configuration file. ``checked`` decides whether it is allowed.
-
-        Raises:
-            ValueError: the text stands for no value of this kind.
-        """
+        """One value from a command line or a configuration file; ``checked`` decides whether it is allowed. Raises
+        ValueError for text that spells no value."""
         return text
 
     @abstractmethod
@@ -93,8 +80,7 @@ class Kind(ABC):
 
 @dataclass(frozen=True)
 class AnyText(Kind):
-    """Any text in UTF-8 without NUL characters, which no path, name or address has. What reads the setting refuses a
-    text that it cannot use, such as a path without a file."""
+    """Any text in UTF-8 without NUL characters, which no path, name or address has."""
 
     metavar: ClassVar[str] = "TEXT"
 
@@ -109,14 +95,12 @@ class AnyText(Kind):
 
 @dataclass(frozen=True)
 class Choice(Kind):
-    """One of several texts."""
-
     metavar: ClassVar[str] = "CHOICE"
     choices: tuple[str, ...]
 
     @property
     def known(self) -> tuple[str, ...]:
-        """All allowed texts: ``choices``, and what packages of others add."""
+        """All allowed texts: ``choices``, and those of other packages."""
         return self.choices
 
     def checked(self, value: object) -> object:
@@ -130,7 +114,7 @@ class Choice(Kind):
 
 @dataclass(frozen=True)
 class Choices(Kind):
-    """Any number of several texts, stored as a tuple in their order. One text alone is taken as well."""
+    """Some of several texts, stored as a tuple in the order of ``choices``. One text alone is taken as well."""
 
     metavar: ClassVar[str] = "NAME"
     many: ClassVar[bool] = True
@@ -150,8 +134,6 @@ class Choices(Kind):
 
 @dataclass(frozen=True)
 class Boolean(Kind):
-    """True or false."""
-
     metavar: ClassVar[str] = ""
 
     def checked(self, value: object) -> object:
@@ -170,8 +152,6 @@ class Boolean(Kind):
 
 @dataclass(frozen=True)
 class Integer(Kind):
-    """An integer in a range."""
-
     metavar: ClassVar[str] = "N"
     low: int
     high: int | None = None
@@ -179,7 +159,6 @@ class Integer(Kind):
 
     @property
     def largest(self) -> int:
-        """The largest allowed integer."""
         return INT32_MAX if self.high is None else self.high
 
     def checked(self, value: object) -> object:
@@ -207,7 +186,7 @@ class Integer(Kind):
 
 @dataclass(frozen=True)
 class IntegerOrAuto(Integer):
-    """An integer in a range, or the text "auto": the engine chooses."""
+    """Also "auto": the engine chooses."""
 
     metavar: ClassVar[str] = "N|auto"
 
@@ -226,8 +205,6 @@ class IntegerOrAuto(Integer):
 
 @dataclass(frozen=True)
 class Bytes(Integer):
-    """A number of bytes."""
-
     metavar: ClassVar[str] = "SIZE"
     high: int | None = INT64_MAX
 
@@ -237,8 +214,6 @@ class Bytes(Integer):
 
 @dataclass(frozen=True)
 class Number(Kind):
-    """A number in a range."""
-
     metavar: ClassVar[str] = "X"
     low: float
     high: float
@@ -267,13 +242,13 @@ class Number(Kind):
 
 @dataclass(frozen=True)
 class Strings(Kind):
-    """Some non-empty strings. One string alone is taken as well, and stored as a tuple of one."""
+    """Non-empty strings, stored as a tuple. One string alone is taken as well."""
 
     metavar: ClassVar[str] = "TEXT"
     many: ClassVar[bool] = True
     max_items: int = 64
     max_characters: int = 4096
-    """Most characters of all strings together."""
+    """Of all strings together."""
 
     def checked(self, value: object) -> object:
         strings = (value,) if isinstance(value, str) else value
@@ -292,12 +267,12 @@ class Strings(Kind):
 
 @dataclass(frozen=True)
 class TokenIds(Kind):
-    """Some token ids, stored as a tuple with each id once. One id alone is taken as well."""
+    """Token ids, stored as a tuple without repetitions. One id alone is taken as well."""
 
     metavar: ClassVar[str] = "N"
     many: ClassVar[bool] = True
     token: ClassVar[Integer] = Integer(0)
-    """One id. The model's vocabulary limits it further."""
+    """The model's vocabulary limits an id further."""
     max_items: int = MAX_TOKEN_IDS
 
     def checked(self, value: object) -> object:
@@ -317,27 +292,26 @@ class TokenIds(Kind):
 
 @dataclass(frozen=True)
 class Words(Kind):
-    """Any number of words: non-empty strings, or lists of token ids, which are stored as tuples.
+    """Non-empty strings, or lists of token ids, which are stored as tuples.
 
-    A string becomes two lists of token ids before it reaches the engine, so there may be twice as many lists.
+    A string becomes two lists of token ids before it reaches the engine, so twice as many lists are allowed.
     """
 
     metavar: ClassVar[str] = "TEXT"
     many: ClassVar[bool] = True
     max_texts: int
-    """Most strings."""
     max_characters: int
-    """Most characters of a string."""
+    """Of one string."""
 
     @property
     def max_tokens(self) -> int:
-        """Most token ids of a list: a string has at most one for each byte of UTF-8, and one for a space. The tokenizer
-        normalises it to NFC, in which a character has up to 12 bytes."""
+        """Of one list. A string has at most one token for each byte of UTF-8, and one for a space. A character takes
+        up to 12 bytes after normalisation to NFC."""
         return 12 * self.max_characters + 1
 
     @property
     def max_total(self) -> int:
-        """Most token ids of all lists together: every forward pass looks at them."""
+        """Most token ids of all lists together, because every forward pass reads them."""
         return self.max_texts * self.max_characters
 
     def checked(self, value: object) -> object:
@@ -367,10 +341,7 @@ class Words(Kind):
 
 @dataclass(frozen=True)
 class TokenNumbers(Kind):
-    """A number for each of some token ids, stored as a tuple of (token id, number), sorted by id.
-
-    A mapping is taken as well. Its keys may be texts, as JSON has no other keys.
-    """
+    """Numbers by token id, stored as (token id, number) sorted by id. A mapping is taken too; its keys may be texts."""
 
     metavar: ClassVar[str] = "ID:X"
     many: ClassVar[bool] = True
@@ -392,7 +363,7 @@ class TokenNumbers(Kind):
         return tuple(sorted(found.items()))
 
     def _from_key(self, key: str) -> object:
-        """The token id of a key of a JSON object. ``int`` alone takes "1_0", "+8" and the digits of other scripts."""
+        """The token id in a JSON key. ``int`` alone takes "1_0", "+8" and the digits of other scripts."""
         return TokenIds.token.parse(key) if key.isascii() and key.isdecimal() else key
 
     def parse(self, text: str) -> tuple[int, float]:
@@ -405,14 +376,13 @@ class TokenNumbers(Kind):
 
 @dataclass(frozen=True)
 class StructuredOutputs(Kind):
-    """A grammar, in the form of vLLM's `structured_outputs`: an object with one of ``forms``."""
+    """A grammar in the form of vLLM's ``structured_outputs``: an object with one of ``forms``."""
 
     metavar: ClassVar[str] = "OBJECT"
     forms: ClassVar[tuple[str, ...]] = ("json", "json_object", "regex", "choice", "grammar")
     max_characters: int
-    """Most characters of a schema, an expression or a grammar, or of all choices."""
+    """Of a schema, an expression or a grammar, or of all choices together."""
     max_choices: int
-    """Most texts of "choice"."""
 
     def checked(self, value: object) -> object:
         if isinstance(value, Grammar):
@@ -449,7 +419,7 @@ class StructuredOutputs(Kind):
         return _text(item)
 
     def _schema(self, item: object) -> str:
-        """A JSON schema, as an object or as its text, on one line; the order of its keys stays."""
+        """A JSON schema, given as an object or as text, on one line. The order of its keys stays."""
         if isinstance(item, str) and len(item) > self.max_characters:
             return item
         try:

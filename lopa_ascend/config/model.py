@@ -12,7 +12,7 @@ from lopa_ascend.types import KVShape
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """The MLPs of a model whose layers have many, of which each token takes a few."""
+    """A mixture of experts: layers have many MLPs, and each token takes a few."""
 
     num_experts: int
     per_token: int
@@ -22,39 +22,38 @@ class ExpertsConfig:
     kept_groups: int
     """Groups from which a token takes its experts."""
     scale: float
-    """What the weights of a token's experts are multiplied by; their sum is 1 before."""
+    """Factor of the weights of a token's experts, which sum to 1 before."""
     inner: int
     """Width of an expert."""
     shared_inner: int
     """Width of the MLP that every token takes beside its experts."""
     first_layer: int
-    """The layers before this one have one MLP, as in a dense model."""
+    """Earlier layers have one MLP, as in a dense model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class YarnConfig:
-    """Rotary embeddings for more positions than a model was first trained with (YaRN, arXiv 2309.00071), with the
-    scale of Llama 4 for queries."""
+    """Rotary embeddings for more positions than a model was first trained with (YaRN, arXiv 2309.00071), with Llama 4's
+    scale of queries."""
 
     factor: float
     """Of the number of positions."""
     original: int
-    """Positions before."""
+    """Positions before the extension."""
     beta_fast: float
-    """Rotations over the original positions from which on an element turns as before."""
+    """An element with at least so many rotations over the original positions keeps its speed."""
     beta_slow: float
-    """Rotations up to which it turns ``factor`` times slower."""
+    """An element with at most so many turns ``factor`` times slower."""
     attention_factor: float
-    """What cosines and sines are multiplied by."""
+    """Of cosines and sines."""
     query_beta: float
-    """See ``query_scale``."""
 
     def query_scale(self, position: int) -> float:
-        """What the query at a position is multiplied by."""
+        """Factor of the query at a position."""
         return 1 + self.query_beta * math.log1p(position // self.original)
 
     def frequencies(self, theta: float, dim: int) -> list[float]:
-        """Radians a position, of each pair of ``dim`` elements."""
+        """Radians per position, for each pair of ``dim`` elements."""
 
         def place(rotations: float) -> float:
             return dim * math.log(self.original / (2 * math.pi * rotations)) / (2 * math.log(theta))
@@ -82,43 +81,40 @@ class ModelConfig:
     num_heads: int
     """Query heads."""
     num_kv_heads: int
-    """Heads of keys and values; each of them serves ``num_heads / num_kv_heads`` query heads."""
     head_dim: int
     rotary_dim: int = 0
-    """Elements of a head that are rotated, the first ones; by default all."""
+    """The first elements of a head, which are rotated; 0: all."""
     experts: ExpertsConfig | None = None
     """None: a dense model."""
     max_position_embeddings: int
-    """Most positions of prompt and answer together, as ``config.json`` has it: that of Dream-v0 says 131,072, where its
-    authors name 2,048."""
+    """Most positions of prompt and answer together. Dream-v0's ``config.json`` says 131,072, its authors 2,048."""
     rope_theta: float
     """Base of the rotary position embedding."""
     yarn: YarnConfig | None = None
-    """None: it is as the base says at all positions."""
     rms_norm_eps: float
     tie_word_embeddings: bool
     """The output head uses the embedding's weights."""
     attention_bias: bool
-    """The projections to queries, keys and values have a bias, and in some families also that of their outputs."""
+    """The projections to queries, keys and values have a bias; in some families the output projection does too."""
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
     dtype: str
     """Number format of the weights, e.g. "bfloat16"."""
     block_size: int | None = None
-    """Positions of the blocks that the model was trained with; None: it was trained without blocks."""
+    """Positions of the blocks that the model was trained with; None: no blocks."""
     model_type: str = ""
     """Name of the architecture."""
     is_fused: bool = True
     """The architecture is written in fused ops, not in plain torch."""
     raw: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """``config.json`` as it is, for an architecture in plain torch; empty for others."""
+    """``config.json`` itself, for an architecture in plain torch; empty for others."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rotary_dim", self.rotary_dim or self.head_dim)
 
     @property
     def attention_reach(self) -> int:
-        """Positions whose attention is as much arithmetic as a token's products with the weights of a dense layer."""
+        """Attention over so many positions is as much arithmetic as a token's products with a dense layer's weights."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         products = self.hidden_size * (2 * queries + 2 * keys + 3 * self.intermediate_size)
         return max(1, products // (2 * queries))
@@ -126,7 +122,7 @@ class ModelConfig:
     # ---- parts of the model on a tensor-parallel rank ----------------------------------------------------------------
 
     def tensor_parallel_sizes(self) -> tuple[int, ...]:
-        """The numbers of ranks that this model can be split over. A model in plain torch cannot be split."""
+        """Numbers of ranks that can split this model. A model in plain torch cannot be split."""
         if not self.is_fused:
             return (1,)
         return tuple(size for size in range(1, self.num_heads + 1) if self._splits(size))
@@ -146,11 +142,11 @@ class ModelConfig:
         return self.num_heads // size
 
     def local_kv_heads(self, size: int) -> int:
-        """KV heads of each of ``size`` ranks. With more ranks than KV heads, several ranks hold the same one."""
+        """KV heads of each of ``size`` ranks. If there are more ranks than heads, several hold the same head."""
         return max(1, self.num_kv_heads // size)
 
     def kv_shape(self, size: int = 1) -> KVShape:
-        """The shape of the keys and values that each of ``size`` ranks stores."""
+        """The shape of the keys and values on each of ``size`` ranks."""
         return KVShape(self.num_layers, self.local_kv_heads(size), self.head_dim)
 
     def vocab_shard(self, size: int) -> int:

@@ -23,18 +23,16 @@ from lopa_ascend.config.settings import DERIVED, GraphSupport, parameter
 from lopa_ascend.types import Grammar
 
 AUTO_BRANCHES = 3
-"""Lookahead branches that ``num_branches`` "auto" gives a pass, if it gives any."""
+"""Lookahead branches of a pass with ``num_branches`` "auto", if it has any."""
 AUTO_REQUESTS = 2
-"""With more running requests drafts cost more than they save: by the planner's cost of a step of Dream-7B on a 910C
-die, three drafts make two requests 1.2 times as fast, and three requests slower."""
+"""With more running requests drafts cost more than they save. The planner's cost of a step of Dream-7B on a 910C die:
+three drafts make two requests 1.2 times as fast, and three requests slower."""
 MIN_TEMPERATURE = 0.01
 """Lower temperatures count as 0: logits divided by them leave the range of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UsualParams:
-    """The parameters that most requests are decoded by; see ``DecodingParams``."""
-
     decoding: str = parameter("lopa", DecodingName(), "see ``Strategy.description``", graphs=GraphSupport.DECODING)
     num_branches: int | str = parameter(
         DERIVED,

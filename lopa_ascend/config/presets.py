@@ -1,9 +1,7 @@
-"""Published settings by name, such as S13: decoding parameters, prompt format, and the launch they had.
+"""Published settings by name, such as S13: those of evaluations, and those that a model's authors recommend.
 
-They are those of evaluations, and those that the authors of a model recommend.
-
-All of them stand in presets.json, each decoding parameter with where it comes from: "paper", "script" (the published
-code), or "inferred", which nothing published says.
+presets.json has the origin of each decoding parameter: "paper", "script" (the published code), or "inferred", if
+nothing published says it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from lopa_ascend.config.errors import ParameterError
 
 FILE = Path(__file__).with_name("presets.json")
 LIST = "list"
-"""What --preset takes in place of a name, to print all presets."""
+"""Takes the place of a name in --preset, to print all presets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,22 +31,22 @@ class PromptFormat:
     model: str
     """Checkpoint and adapter."""
     add_bos: bool
-    """A BOS token stands in front of the prompt."""
+    """The prompt begins with a BOS token."""
     chat_template: bool
     fewshot_as_multiturn: bool
     """The examples are turns of the conversation."""
     system: str | None
     """The system message; None: the template's own, or none."""
     user: str
-    """What the problem becomes in the user's message, with {prompt} for the problem."""
+    """The user's message, with {prompt} for the problem."""
     answer_prefix: str
-    """Text with which the assistant's turn begins; the model goes on from it."""
+    """The beginning of the assistant's turn, which the model continues."""
     source: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class PresetRanks:
-    """What a published row ran on. A preset says it, and does not set it."""
+    """The hardware and ranks of a published row; for information, not set by the preset."""
 
     hardware: str
     precision: str
@@ -62,30 +60,26 @@ class PresetRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """The settings of one published evaluation."""
-
     name: str
     title: str
     decoding: Mapping[str, Any]
     """Decoding parameters by name."""
     certainty: Mapping[str, str]
-    """Where each decoding parameter comes from."""
+    """The origin of each decoding parameter."""
     launch: PresetRanks
     tasks: Mapping[str, int]
-    """Task of lm-eval or evalplus -> examples in the prompt. Empty for what a model's authors recommend."""
+    """Task of lm-eval or evalplus -> examples in the prompt. Empty if a model's authors recommend the settings."""
     prompts: tuple[PromptFormat, ...]
-    """Formats, one for each model that was evaluated."""
+    """One for each model that was evaluated."""
     postprocessing: str
-    """What becomes of answers before they are scored."""
+    """How answers are changed before they are scored."""
     cuts_answers: bool
-    """Whether answers are cut at the stop strings of their task before that."""
+    """Answers are first cut at the stop strings of their task."""
     source: str
 
     def merged(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The preset's decoding parameters with explicit ones in their place.
-
-        Values that belong to the preset's ``decoding``, such as its number of branches, are left out with another one.
-        """
+        """The preset's decoding parameters, with ``options`` in place of some. Another ``decoding`` drops values that
+        belong to the preset's, such as its number of branches."""
         return {**fitting_defaults(self.decoding, options), **options}
 
 
@@ -115,11 +109,7 @@ def presets() -> Mapping[str, Preset]:
 
 
 def find_preset(name: object) -> Preset:
-    """A preset by its name.
-
-    Raises:
-        ParameterError: there is none of this name; the message lists all.
-    """
+    """A preset by its name. Raises ParameterError with all names for an unknown one."""
     found = presets().get(name) if isinstance(name, str) else None
     if found is None:
         raise ParameterError("preset", f"unknown value {name!r}; choose one of {', '.join(presets())}")
@@ -127,7 +117,7 @@ def find_preset(name: object) -> Preset:
 
 
 def presets_text() -> str:
-    """All presets with their values and sources, for people. What neighbours have in common is there once."""
+    """All presets with their values and sources, for people. Neighbours share what they have in common."""
     blocks = []
     for common, members in groupby(presets().values(), _common_text):
         blocks.append("\n".join([common, *(f"  {preset.name}\n{_values_text(preset)}" for preset in members), ""]))

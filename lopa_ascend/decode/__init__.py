@@ -1,8 +1,8 @@
 """The decoding strategies: pure policy over positions, tokens and confidences, without torch.
 
-A strategy decodes one sequence and has two verbs: ``plan`` says what the next forward pass computes, ``absorb`` takes
-the predictions of that pass and decides. This is the definition of the decoding, which the golden traces test; compiled
-steps do the same with tensors (``graph/policy``).
+A strategy decodes one sequence with two verbs: ``plan`` says what the next forward pass computes, ``absorb`` takes its
+predictions and decides. The golden traces test this definition; compiled steps (``graph/policy``) do the same with
+tensors.
 """
 
 from __future__ import annotations
@@ -40,12 +40,7 @@ def begin(start: SequenceStart) -> Strategy:
 
 
 def register_decoding(name: str, strategy: type[Strategy]) -> None:
-    """Adds a decoding that requests of this process can name (docs/add-a-decoding.md).
-
-    Args:
-        name: the value of ``DecodingParams.decoding`` that selects it.
-        strategy: how a sequence is decoded. It has the parameters of the class that it inherits from, and may declare
-            further ones.
+    """Adds ``name`` to the values of ``DecodingParams.decoding`` in this process (docs/add-a-decoding.md).
 
     Raises:
         ValueError: the name is taken, or what the class says about itself is incomplete.

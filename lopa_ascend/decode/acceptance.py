@@ -1,16 +1,16 @@
 """Acceptance rules: which predictions of a block are filled in together after one forward pass.
 
-Every rule ranks the predictions of a block's masked positions and accepts the first n of them, for the largest n that
-it allows. It may accept none. What happens then is decided by the strategy (SPEC section 3: a block that is fully
-activated fills its most confident position all the same, and any other block fills nothing).
+A rule ranks the predictions for a block's masks and accepts the first n, for the largest n that it allows, perhaps 0.
+The strategy decides what happens then (SPEC section 3: a fully activated block fills its most confident position all
+the same, any other block nothing).
 
 With c_1 >= c_2 >= ... the probabilities of the ranked predictions:
 
-- "threshold", of D2F (arXiv 2508.09192) and Fast-dLLM (arXiv 2505.22618): c_n > tau_conf.
-- "factor", of Fast-dLLM: (n + 1) (1 - c_n) < acceptance_factor. The more positions are filled together, the surer
-  each must be.
-- "entropy", of d3LLM (arXiv 2601.07568): the entropy of each is at most max_entropy.
-- "sequential", of SDAR (arXiv 2510.06303): none, so that a block fills its first masks, as many as it must.
+- "threshold" (D2F, arXiv 2508.09192; Fast-dLLM, arXiv 2505.22618): c_n > tau_conf.
+- "factor" (Fast-dLLM): (n + 1) (1 - c_n) < acceptance_factor. The more positions are filled together, the surer each
+  must be.
+- "entropy" (d3LLM, arXiv 2601.07568): the entropy of each is at most max_entropy.
+- "sequential" (SDAR, arXiv 2510.06303): none, so that a block fills its first masks, as many as it must.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from lopa_ascend.config.settings import GraphSupport, research
 from lopa_ascend.types import Fill
 
 Rule = Callable[[Sequence[Fill]], list[Fill]]
-"""``rule(predictions)`` returns the accepted ones of the predictions for a block's masked positions. Arguments and
-results are in the order of positions."""
+"""``rule(predictions)`` returns the accepted predictions of one block. Both are in the order of positions."""
 
 
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
@@ -36,8 +35,6 @@ ACCEPTANCES = ("threshold", "factor", "entropy", "sequential")
 
 @dataclass(frozen=True, kw_only=True)
 class BlockParams:
-    """Parameters of decodings that fill blocks."""
-
     confidence: str = research(
         "max_prob",
         Choice(CONFIDENCES),
@@ -78,7 +75,6 @@ class BlockParams:
 
 
 COMBINATIONS = (Combination("acceptance", "confidence", ("neg_entropy",), free=("factor", "sequential")),)
-"""What goes with what in these decodings."""
 
 
 def float32(value: float) -> float:
@@ -87,13 +83,12 @@ def float32(value: float) -> float:
 
 
 def threshold(params: DecodingParams) -> Rule:
-    """The rule "threshold": accepts each prediction whose probability is above tau_conf, whatever the others are."""
     tau_conf = float32(params.tau_conf)
     return lambda predictions: [fill for fill in predictions if fill.max_prob > tau_conf]
 
 
 def factor(params: DecodingParams) -> Rule:
-    """The rule "factor". (n + 1) (1 - c_n) grows with n, so the first n that fails ends the search."""
+    """(n + 1) (1 - c_n) grows with n, so the first n that fails ends the search."""
 
     def accept(predictions: Sequence[Fill]) -> list[Fill]:
         ranked = by_probability(predictions)
@@ -104,8 +99,7 @@ def factor(params: DecodingParams) -> Rule:
 
 
 def to_the_last(rule: Rule) -> Rule:
-    """Fast-dLLM's "factor" for LLaDA: the first prediction counts as accepted, and the last one is accepted as soon as
-    all others are."""
+    """Fast-dLLM's "factor" for LLaDA: the first prediction counts as accepted, and the last is once all others are."""
 
     def accept(predictions: Sequence[Fill]) -> list[Fill]:
         accepted = rule(predictions)
@@ -115,7 +109,6 @@ def to_the_last(rule: Rule) -> Rule:
 
 
 def entropy(params: DecodingParams) -> Rule:
-    """The rule "entropy", whose confidences are negative entropies."""
     least = float32(-params.max_entropy)
     return lambda predictions: [fill for fill in predictions if fill.confidence >= least]
 
@@ -129,21 +122,14 @@ RULES: dict[str, Callable[[DecodingParams], Rule]] = {
 
 
 def acceptance_rule(params: DecodingParams) -> Rule:
-    """The rule that ``params.acceptance`` names."""
     return RULES[params.acceptance](params)
 
 
 def filled_in(
     predictions: Sequence[Fill], accepted: list[Fill], least: int = 0, first: int | None = None
 ) -> tuple[list[Fill], int]:
-    """What a pass fills in a block, and how much of it no rule has accepted.
-
-    Args:
-        predictions: for the block's masked positions.
-        accepted: what the rule accepts of them.
-        least: if the rule accepts fewer, the most confident predictions are filled instead.
-        first: the position that is filled in any case if it is the block's first masked one.
-    """
+    """What a pass fills in a block, and how much of it no rule accepted. If fewer than ``least`` are ``accepted``, the
+    most confident predictions are filled; ``first`` is filled in any case if it is the block's first mask."""
     if first is not None and predictions and predictions[0].position == first:
         forced, *others = predictions
         rest = [fill for fill in accepted if fill is not forced]
@@ -156,18 +142,17 @@ def filled_in(
 
 
 def most_confident(predictions: Sequence[Fill], count: int = 1) -> list[Fill]:
-    """The ``count`` predictions with the highest confidence, the earliest among equals, in the order of positions: what
-    is filled if a rule accepts too few."""
+    """The ``count`` highest confidences, the earliest among equals, in the order of positions."""
     ranked = sorted(predictions, key=lambda fill: (-fill.confidence, fill.position))
     return sorted(ranked[:count], key=lambda fill: fill.position)
 
 
 def by_probability(predictions: Sequence[Fill]) -> list[Fill]:
-    """The predictions, the most probable one first, the earliest among equals."""
+    """The most probable first, the earliest among equals."""
     return sorted(predictions, key=lambda fill: (-fill.max_prob, fill.position))
 
 
 def before_refused(ranked: Sequence[Fill], allowed: Sequence[bool]) -> list[Fill]:
-    """The predictions before the first one that is not allowed, in the order of positions."""
+    """The predictions before the first that is not allowed, in the order of positions."""
     count = next((n for n, is_allowed in enumerate(allowed) if not is_allowed), len(ranked))
     return sorted(ranked[:count], key=lambda fill: fill.position)

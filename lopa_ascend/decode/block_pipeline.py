@@ -21,8 +21,6 @@ WINDOW_ATTENTIONS = ("block_causal", "full", "causal")
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineParams(BlockParams):
-    """Parameters of decodings whose window of blocks moves over the canvas."""
-
     window_attention: str = research(
         "block_causal",
         Choice(WINDOW_ATTENTIONS),
@@ -71,7 +69,7 @@ class BlockPipeline(Strategy):
 
     @classmethod
     def fits(cls, properties: ModelProperties) -> bool:
-        """Whether final keys and values are those of the pass that fills the last mask of a block, or a later one."""
+        """Final keys and values are those of the pass that fills a block's last mask, or of a later one."""
         return not properties.is_causal
 
     def __init__(self, start: SequenceStart) -> None:
@@ -104,7 +102,7 @@ class BlockPipeline(Strategy):
         return branch.finish_blocks()
 
     def open(self, branch: Branch) -> Branch:
-        """Opens another block, if the branch may have one (SPEC section 2, step a), and activates blocks (step b)."""
+        """Opens another block, if it may (SPEC section 2, step a), and activates blocks (step b)."""
         return self.extend(branch).activate(self.params.tau_act)
 
     def extend(self, branch: Branch) -> Branch:
@@ -124,7 +122,7 @@ class BlockPipeline(Strategy):
         return len(branch.blocks) - first_masked < self.own.max_active_blocks
 
     def _row(self, branch: Branch, full: bool) -> RowPlan:
-        """What one branch computes. ``full``: its window is one attention entry."""
+        """``full``: the window is one attention entry."""
         tokens = (*self.prompt, *branch.tokens)[self.num_committed :]
         window = [block for block in branch.blocks if block.end > self.num_committed]
         compute_from = self.num_committed
@@ -138,7 +136,7 @@ class BlockPipeline(Strategy):
         return RowPlan(self.num_committed, tokens, compute_from, entry_ends, tuple(predicted))
 
     def _entry_ends(self, window: Sequence[Block]) -> tuple[int, ...]:
-        """The ends of the blocks whose positions see one another: on a grid those of the prompt too."""
+        """The ends of the blocks whose positions see one another; on a grid those of the prompt too."""
         if not self.properties.is_block_causal:
             return tuple(block.end for block in window)
         size, end = self.params.block_size, window[-1].end
@@ -150,13 +148,9 @@ class BlockPipeline(Strategy):
     # ---- after a forward pass --------------------------------------------------------------------------------------
 
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
-        """The fill rule (SPEC section 3): each block fills the positions that the acceptance rule accepts. If these are
-        fewer than a fully activated block must fill, it fills its most confident ones instead, the earliest among
-        equals; with ``acceptance`` "sequential" its first ones. What no rule accepted is a fallback.
-
-        Returns:
-            The fills, and how many of them are fallbacks.
-        """
+        """Fill rule (SPEC section 3): each block fills what the acceptance rule accepts. A fully activated block that
+        would fill too few positions fills its most confident ones instead, the earliest among equals; with
+        ``acceptance`` "sequential" its first ones. Fills that no rule accepted are fallbacks."""
         chosen: list[Fill] = []
         fallbacks = 0
         predicted = self.editing.of_masks(branch, predicted)
@@ -172,8 +166,7 @@ class BlockPipeline(Strategy):
         return chosen, fallbacks
 
     def _num_wanted_in(self, block: Block) -> int:
-        """Positions that a fully activated block must fill in its next pass: 1, or with ``denoising_steps`` what the
-        schedule says."""
+        """How many positions a fully activated block must fill in its next pass."""
         if (steps := self.own.denoising_steps) is None:
             return 1
         masks = block.end - max(block.start, len(self.prompt))

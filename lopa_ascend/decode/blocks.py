@@ -12,32 +12,27 @@ from lopa_ascend.types import Fill
 
 
 class BlockState(Enum):
-    """How far a block is."""
-
     ACTIVE = "active"
     """It has masks, or waits for an earlier block."""
     TO_CACHE = "to_cache"
     """It is final: the next forward pass commits its keys and values."""
     IN_CACHE = "in_cache"
-    """Its keys and values are committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The positions [start, end) of a branch."""
+    """The positions [start, end) of a branch, ``masks`` of them not filled."""
 
     start: int
     end: int
     masks: int
-    """Positions that are not filled."""
     state: BlockState = BlockState.ACTIVE
     activated: bool = False
-    """Fully activated: the block must fill at least one position in every step. Once set it stays set."""
+    """Fully activated: it must fill at least one position in every step. Once set it stays set."""
     passes: int = 0
     """Forward passes that computed the block since it was fully activated; on a whole canvas since it was begun."""
     checks_left: int = 0
-    """Passes without masks that the block still has at most before it is final; 0 if filled positions stay as they
-    are."""
+    """Passes without masks that it has left at most before it is final; 0 if filled positions stay as they are."""
 
     @property
     def is_open(self) -> bool:
@@ -55,7 +50,7 @@ class Block:
 
 @lru_cache(maxsize=1024)  # thresholds come from requests
 def threshold_count(fraction: float, length: int) -> int:
-    """The smallest number of filled positions of ``length`` whose share reaches ``fraction``.
+    """The fewest filled positions of ``length`` that reach ``fraction``.
 
     >>> [threshold_count(0.95, n) for n in (1, 16, 32)]
     [1, 16, 31]
@@ -65,26 +60,25 @@ def threshold_count(fraction: float, length: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One candidate state of a sequence. The methods return the branch that follows from it."""
+    """One candidate state of a sequence. Its methods return the branch that follows from it."""
 
     tokens: tuple[int, ...]
-    """Token ids of all generated positions so far, masks included."""
+    """Of all generated positions so far, masks included."""
     blocks: tuple[Block, ...]
     """The first block is the prompt, or on a grid from position 0 the whole blocks of the prompt."""
     first: int
     """The first generated position: the prompt's length. On a grid the second block may begin before it."""
     eos: bool = False
-    """An EOS, or another token that ends the answer, has been filled, so no further block is opened."""
+    """A token that ends the answer has been filled, so no further block is opened."""
     own_fills: tuple[Fill, ...] = ()
-    """The tokens that a lookahead branch holds in addition to the anchor."""
+    """What a lookahead branch holds beside the anchor's tokens."""
     probs: tuple[float, ...] = ()
-    """For each generated position the probability at which it was filled; 0 for masks."""
+    """By generated position, the probability at which it was filled; 0 for masks."""
     confirmed_by: tuple[int, ...] = ()
     """See ``BranchRecord``."""
 
     @property
     def lookahead(self) -> Fill | None:
-        """The first of ``own_fills``; None for the anchor."""
         return self.own_fills[0] if self.own_fills else None
 
     @property
@@ -93,32 +87,24 @@ class Branch:
 
     @property
     def masks(self) -> int:
-        """Positions that are not filled."""
         return sum(block.masks for block in self.blocks)
 
     def token_at(self, position: int) -> int:
-        """The token id in a generated position."""
         return self.tokens[position - self.first]
 
     def active_blocks(self) -> list[Block]:
         return [block for block in self.blocks if block.state is BlockState.ACTIVE]
 
     def masked_positions(self, mask: int) -> list[int]:
-        """Absolute positions that hold the mask, ascending."""
         return [position for block in self.blocks if block.masks for position in self.masked_in(block, mask)]
 
     def masked_in(self, block: Block, mask: int) -> list[int]:
-        """Absolute positions of one of the generated blocks that hold the mask, ascending."""
         first, tokens = self.first, self.tokens
         begin = max(block.start, first)
         return [position for position in range(begin, block.end) if tokens[position - first] == mask]
 
     def fill(self, fills: Sequence[Fill], ends: Set[int]) -> Branch:
-        """With tokens in some of the masked positions.
-
-        Args:
-            ends: token ids that end the answer.
-        """
+        """With tokens in masked positions. ``ends``: token ids that end the answer."""
         if not fills:
             return self
         positions = [fill.position for fill in fills]
@@ -127,7 +113,6 @@ class Branch:
         return self._with_tokens(fills, blocks=blocks, eos=eos)
 
     def _with_tokens(self, fills: Sequence[Fill], **changes: Any) -> Branch:
-        """With the tokens of some positions, and their probabilities."""
         tokens, probs = list(self.tokens), list(self.probs)
         for fill in fills:
             tokens[fill.position - self.first] = fill.token
@@ -135,11 +120,7 @@ class Branch:
         return replace(self, tokens=tuple(tokens), probs=tuple(probs), **changes)
 
     def edit(self, edits: Sequence[Fill], ends: Set[int]) -> Branch:
-        """With other tokens in some of the filled positions.
-
-        Args:
-            ends: token ids that end the answer.
-        """
+        """With other tokens in filled positions."""
         if not edits:
             return self
         branch = self._with_tokens(edits)
@@ -158,21 +139,15 @@ class Branch:
         return replace(self, blocks=tuple(blocks))
 
     def as_lookahead(self, fills: Sequence[Fill], ends: Set[int]) -> Branch:
-        """The lookahead branch that holds these tokens in addition to the anchor's."""
         return replace(self.fill(fills, ends), own_fills=tuple(fills))
 
     def as_anchor(self) -> Branch:
-        """The winner as the anchor of the next branches: its own tokens are ordinary ones."""
+        """The winner as the next anchor: its own tokens become ordinary ones."""
         return replace(self, own_fills=(), confirmed_by=()) if self.own_fills else self
 
     def confirm(self, confirmed: Sequence[tuple[int, Fill]]) -> Branch:
-        """With the predictions that confirm the branch's own fills in their place: the same tokens, with the
-        probabilities of this pass.
-
-        Args:
-            confirmed: for each of ``own_fills``: the index of the branch whose prediction confirms it, and the
-                prediction.
-        """
+        """With ``own_fills`` as this pass predicts them: the same tokens, other probabilities. ``confirmed`` has for
+        each of them the index of the branch that predicts it, and the prediction."""
         probs = list(self.probs)
         for _, fill in confirmed:
             probs[fill.position - self.first] = fill.max_prob
@@ -180,12 +155,7 @@ class Branch:
         return replace(self, probs=tuple(probs), own_fills=fills, confirmed_by=indices)
 
     def mask_again(self, index: int, mask: int, ends: Set[int]) -> Branch:
-        """With masks from a generated position on to the end of its block. No position before it is masked.
-
-        Args:
-            index: of the position among the generated ones.
-            ends: token ids that end the answer.
-        """
+        """With masks from the generated position ``index`` to the end of its block. No position before it is masked."""
         position = self.first + index
         block = next(block for block in self.blocks if block.start <= position < block.end)
         assert block.state is BlockState.ACTIVE, "what the grammar has not passed is not committed"
@@ -202,11 +172,7 @@ class Branch:
         )
 
     def open_block(self, length: int, mask: int, checks: int = 0) -> Branch:
-        """With another block of ``length`` positions. All are masks, but for those of the prompt.
-
-        Args:
-            checks: see ``Block.checks_left``.
-        """
+        """With another block, all masks but for tokens of the prompt. ``checks``: see ``Block.checks_left``."""
         start, end = self.end, self.end + length
         num_masks = end - max(start, self.first)
         return replace(
@@ -217,7 +183,6 @@ class Branch:
         )
 
     def open_given(self, tokens: Sequence[int]) -> Branch:
-        """With another block, which holds given tokens."""
         end = self.end + len(tokens)
         return replace(
             self,
@@ -227,7 +192,7 @@ class Branch:
         )
 
     def activate(self, tau_act: float) -> Branch:
-        """With every block fully activated whose predecessor is filled to ``tau_act``."""
+        """Activates every block behind one that is filled to ``tau_act``."""
         blocks = list(self.blocks)
         for i, (before, block) in enumerate(zip(self.blocks, self.blocks[1:], strict=False), 1):
             if not block.activated and before.filled >= threshold_count(tau_act, before.length):
@@ -235,8 +200,8 @@ class Branch:
         return replace(self, blocks=tuple(blocks))
 
     def finish_blocks(self) -> Branch:
-        """With the states of the blocks after a forward pass, which counts for the fully activated ones: TO_CACHE
-        becomes IN_CACHE, and an active block that is not open becomes TO_CACHE unless an earlier one is active."""
+        """With the states of the blocks after a forward pass: TO_CACHE becomes IN_CACHE, and an active block that is
+        not open becomes TO_CACHE unless an earlier one is active. The pass counts for fully activated blocks."""
         blocks = []
         earlier_is_active = False
         for block in self.blocks:
@@ -253,6 +218,5 @@ class Branch:
 
 
 def _less_masks(block: Block, filled: Sequence[int]) -> Block:
-    """The block after some positions have been filled, in it or elsewhere."""
     num_filled = sum(block.start <= position < block.end for position in filled)
     return replace(block, masks=block.masks - num_filled) if num_filled else block

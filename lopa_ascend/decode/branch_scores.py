@@ -1,8 +1,8 @@
-"""Scores of branches: what a pass predicts of each branch becomes one number, and the best branch wins (SPEC section 4,
+"""Branch scores: what a pass predicts of each branch becomes one number, and the best branch wins (SPEC section 4,
 paper Eq. 2).
 
-A score is compared exactly, as a ratio of integers: confidences become round(c * 2^16), so every rank and every device
-that agrees on the confidences agrees on the winner.
+A score is an exact ratio of integers: confidences become round(c * 2^16), so all ranks and devices that agree on the
+confidences agree on the winner.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ BRANCH_SCORES = ("mean", "tail", "window")
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreParams:
-    """How branches are scored."""
-
     branch_score: str = research(
         "mean",
         Choice(BRANCH_SCORES),
@@ -56,23 +54,14 @@ class ScoreParams:
 
 
 def fixed_point(confidence: float) -> int:
-    """A confidence c on the integer grid of branch scores: c * 2^16, rounded half to even."""
+    """A confidence on the integer grid of branch scores, rounded half to even."""
     return round(confidence * SCALE)
 
 
 def branch_score(confidences: Sequence[float], params: ScoreParams) -> tuple[int, int]:
-    """The score of a branch by its confidences, as a fraction.
-
-    "mean" averages the confidences of all n masked positions. "tail" averages the max(1, floor(n * tail_fraction))
-    lowest ones, and "window" takes the lowest mean over ``score_window`` consecutive masked positions, or over all if
-    there are fewer. A branch without masks scores 1.0.
-
-    Args:
-        confidences: of the masked positions, in the order of the positions.
-
-    Returns:
-        (sum of the fixed-point confidences, how many they are).
-    """
+    """(sum of the fixed-point confidences, how many they are), from the masked positions' confidences in order: "mean"
+    takes all n, "tail" the max(1, floor(n * tail_fraction)) lowest, "window" the ``score_window`` consecutive ones with
+    the lowest mean, or all if there are fewer. A branch without masks scores 1.0."""
     values = [fixed_point(c) for c in confidences]
     if not values:
         return SCALE, 1
@@ -91,11 +80,7 @@ def branch_score(confidences: Sequence[float], params: ScoreParams) -> tuple[int
 def branch_scores(
     branches: Sequence[Branch], confidences: Sequence[Sequence[float]], params: ScoreParams
 ) -> list[Fraction]:
-    """The scores of the branches of one pass, exactly.
-
-    Args:
-        confidences: of the masked positions of each of them.
-    """
+    """Exact scores. ``confidences``: for each branch those of its masked positions."""
     totals = [branch_score(values, params) for values in confidences]
     return with_creation([Fraction(total, count * SCALE) for total, count in totals], branches, params)
 

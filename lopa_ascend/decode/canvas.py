@@ -1,8 +1,6 @@
-"""Decoding on a whole canvas: all generated positions are there from the beginning, and all attend to one another.
-
-No position's keys and values are final before the last token is filled, because every later fill changes what the
-others see. So these strategies commit nothing: a pass computes prompt and canvas again.
-"""
+"""Decoding on a whole canvas: all generated positions are there from the beginning, and attend to one another. Every
+later fill changes what the others see, so no keys and values are final before the last token is filled: these
+strategies commit nothing, and a pass computes prompt and canvas again."""
 
 from __future__ import annotations
 
@@ -22,21 +20,15 @@ from lopa_ascend.types import Fill, ModelProperties, RowPlan, SequencePlan
 
 
 class Canvas(Strategy):
-    """One sequence whose canvas is whole from the beginning, in blocks of masks.
-
-    It may be a text with gaps. A gap has blocks of its own, and what is given is a block without masks. A token that
-    ends the answer ends its gap, and is repeated to the gap's end.
-
-    Attributes:
-        gaps: the places of the runs of masks among the generated positions.
-    """
+    """One sequence on a whole canvas of blocks of masks. It may be a text with gaps (``gaps``: their places among the
+    generated positions). A gap has blocks of its own, and given text is a block without masks. A token that ends the
+    answer ends its gap, and is repeated to the gap's end."""
 
     fills_gaps = True
     only: ClassVar[Only] = {"window_attention": ("full",)}
 
     @classmethod
     def fits(cls, properties: ModelProperties) -> bool:
-        """Whether the model attends to all positions."""
         return not properties.has_blocks
 
     def __init__(self, start: SequenceStart) -> None:
@@ -59,7 +51,6 @@ class Canvas(Strategy):
 
     @property
     def gap_length(self) -> int:
-        """Positions of all gaps."""
         return sum(map(len, self.gaps))
 
     @property
@@ -85,15 +76,13 @@ class Canvas(Strategy):
         """What the next pass computes of a branch."""
 
     def _whole_row(self, branch: Branch, masked: Sequence[int]) -> RowPlan:
-        """The row that computes prompt and canvas, and predicts the positions ``masked``."""
         return RowPlan(0, (*self.prompt, *branch.tokens), 0, (branch.end,), tuple(masked))
 
     def finish_pass(self, branch: Branch) -> Branch:
-        """Ends gaps behind a token that ends the answer."""
         return self._ended(branch) if self._ends_early and branch.eos else branch
 
     def _ended(self, branch: Branch) -> Branch:
-        """The branch, with each gap's first token that ends the answer everywhere behind it in the gap."""
+        """Repeats each gap's first token that ends the answer to the gap's end."""
         tokens = list(branch.tokens)
         for gap in self.gaps:
             if (end := self._end_in(tokens, gap)) is not None:
@@ -105,7 +94,6 @@ class Canvas(Strategy):
         return replace(branch, tokens=tuple(tokens), blocks=(prompt, *ended))
 
     def _end_in(self, tokens: Sequence[int], gap: range) -> int | None:
-        """The place of the first token in a gap that ends the answer."""
         return next((place for place in gap if tokens[place] in self.ends), None)
 
     # ---- what is final: of a text with gaps what is in them ----------------------------------------------------------
@@ -136,8 +124,6 @@ class Canvas(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelParams(BlockParams):
-    """Parameters of decodings that fill a canvas block after block."""
-
     eos_last: bool = research(
         False,
         Boolean(),
@@ -148,14 +134,13 @@ class ParallelParams(BlockParams):
 
 
 class Parallel(Canvas):
-    """Block after block, from left to right: each pass fills what the acceptance rule lets through in the first block
-    that has masks, and its most confident position if the rule lets nothing through (semi-autoregressive parallel
-    decoding, arXiv 2505.22618). With ``denoising_steps`` it fills at least as many as LLaDA's schedule wants (arXiv
-    2502.09992). One block that is as long as the canvas is decoded in any order.
+    """Block after block, from left to right (semi-autoregressive parallel decoding, arXiv 2505.22618).
 
-    With ``max_active_blocks`` above 1 a pass also fills what the rule lets through in the blocks behind the first, as
-    far as ``tau_add`` opens them. With ``finish_at_eos`` a token that ends the answer is then repeated to the canvas's
-    end (d3LLM, arXiv 2601.07568).
+    A pass fills what the acceptance rule accepts in the first block with masks, or else its most confident position;
+    with ``denoising_steps`` at least as many as LLaDA's schedule wants (arXiv 2502.09992). One block as long as the
+    canvas is decoded in any order. With ``max_active_blocks`` above 1 a pass also fills what the rule accepts in the
+    blocks behind, as far as ``tau_add`` opens them; with ``finish_at_eos`` a token that ends the answer is then
+    repeated to the canvas's end (d3LLM, arXiv 2601.07568).
     """
 
     description = "block after block of a canvas that is computed whole in every forward pass"
@@ -181,8 +166,7 @@ class Parallel(Canvas):
         )
 
     def _window(self, branch: Branch) -> list[Block]:
-        """The blocks that a pass fills: the first one that has masks, and those that are open behind it; none if there
-        are no masks."""
+        """The first block that has masks, and the open ones behind it; none if there are no masks."""
         first = next((i for i, block in enumerate(branch.blocks) if block.masks), len(branch.blocks))
         window = list(branch.blocks[first : first + 1])
         for block in branch.blocks[first + 1 : first + (self.own.max_active_blocks or 1)]:
@@ -206,11 +190,7 @@ class Parallel(Canvas):
         return chosen, fallbacks
 
     def _chosen_in_block(self, branch: Branch, predicted: list[Fill], least: int) -> tuple[list[Fill], int]:
-        """As ``choose``, in one block. With ``eos_last`` a token that ends the answer is filled if no other is left.
-
-        Args:
-            least: so many are filled at least.
-        """
+        """As ``choose``, in one block, at least ``least``. With ``eos_last`` tokens that end the answer come last."""
         late = [fill for fill in predicted if fill.token in self.ends] if self._eos_last else []
         early = [fill for fill in predicted if fill not in late] if late else predicted
         num_late = max(0, least - len(early))
@@ -221,8 +201,6 @@ class Parallel(Canvas):
         return filled, fallbacks + num_late
 
     def _num_wanted(self, block: Block) -> int:
-        """Positions of the first block that the next pass must fill: 1, or with ``denoising_steps`` as many as the
-        schedule lacks."""
         steps = self.own.denoising_steps
         if steps is None:
             return 1
@@ -231,7 +209,7 @@ class Parallel(Canvas):
         return max(1, planned - block.filled)
 
     def finish_pass(self, branch: Branch) -> Branch:
-        """Counts the pass in the blocks that are begun, and ends gaps."""
+        """Counts the pass in begun blocks, and ends gaps."""
         if self.own.denoising_steps is not None:
             blocks = (
                 replace(block, passes=block.passes + 1) if block.masks and block.filled else block
@@ -242,10 +220,9 @@ class Parallel(Canvas):
 
 
 def runs(tokens: Sequence[int], mask: int) -> list[tuple[int, ...]]:
-    """The runs of masks, and of other tokens."""
+    """The runs of masks, and of other tokens, in order."""
     return [tuple(run) for _, run in groupby(tokens, lambda token: token == mask)]
 
 
 def first_masked(branch: Branch) -> Block:
-    """The first block that has masks."""
     return next(block for block in branch.blocks if block.masks)

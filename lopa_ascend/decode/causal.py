@@ -1,9 +1,8 @@
 """Decodings of causal models: a pass that commits reads its tokens causally, and predicts the token behind them.
 
-"ar" fills a position a pass, as the model's autoregressive mode does. "causal_blocks" (Nemotron-Labs-Diffusion,
-openPangu-R-7B-Diffusion) lets that prediction begin a block, whose other positions further passes fill while they see
-one another; then the block is committed. A prompt may be computed in pieces, because nothing behind a position changes
-its keys and values.
+"ar" fills one position a pass. In "causal_blocks" (Nemotron-Labs-Diffusion, openPangu-R-7B-Diffusion) that prediction
+begins a block. Further passes fill its other positions, which see one another, and then the block is committed. A
+prompt may be computed in pieces, because nothing behind a position changes its keys and values.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from lopa_ascend.types import BranchRecord, ModelProperties, RowPlan, RowResult,
 
 
 class CausalBlocks(FastDllmV2):
-    """One sequence, block after block, each filled by sub-blocks."""
-
     description = "block after block, each committed by a causal pass, for causal models"
     base = "causal_blocks"
     gives_ahead = True  # as Nemotron's code gives the end of its thoughts
@@ -31,16 +28,15 @@ class CausalBlocks(FastDllmV2):
 
     @classmethod
     def fits(cls, properties: ModelProperties) -> bool:
-        """Whether the model is causal, and was trained to fill blocks."""
         return properties.is_causal and properties.fills_blocks
 
     @property
     def num_counted(self) -> int:
-        """All positions before the one that a causal pass predicts are final, those too that it is about to commit."""
+        """Positions before the one that a causal pass predicts are final, even if it is only about to commit them."""
         return max(0, self.anchor.blocks[-1].start - len(self.prompt))
 
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
-        """As in every decoding. A piece of a prompt predicts nothing, and is not counted as a forward pass."""
+        """A piece of a prompt predicts nothing, and is not counted as a forward pass."""
         row, anchor = plan.rows[-1], self.anchor
         if row.masked:
             return super().absorb(plan, results, model_tokens, head_rows)
@@ -68,8 +64,6 @@ class CausalBlocks(FastDllmV2):
 
 
 class Autoregressive(CausalBlocks):
-    """One sequence, a token a pass."""
-
     description = "one token a pass, as an autoregressive model, for causal models"
     base = "ar"
     fills_one = True
@@ -78,7 +72,6 @@ class Autoregressive(CausalBlocks):
 
     @classmethod
     def fits(cls, properties: ModelProperties) -> bool:
-        """Whether the model is causal."""
         return properties.is_causal
 
     def extend(self, branch: Branch) -> Branch:

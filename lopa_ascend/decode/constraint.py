@@ -1,8 +1,8 @@
 """Which tokens may follow a beginning of the answer, so that the answer keeps to a grammar.
 
-The decoding fills positions in any order, but a grammar reads from left to right. So it is followed along the filled
-beginning of each branch, up to the first mask. There only the allowed tokens can be chosen. What was filled further
-ahead is checked once the beginning reaches it.
+Positions are filled in any order, but a grammar reads from left to right. So it is followed along each branch up to the
+first mask, where only allowed tokens can be chosen. What was filled further ahead is checked once the beginning reaches
+it.
 
 A set of tokens is an integer: bit i stands for token id i.
 """
@@ -22,7 +22,7 @@ class Matcher(Protocol):
         """The set of tokens that may come next; empty if the text can only end."""
 
     def accept(self, tokens: Sequence[int]) -> int:
-        """Goes on by as many of these tokens as may come next, one after the other, and returns how many."""
+        """Takes as many of these tokens as may come next, one after the other; returns how many."""
 
     def roll_back(self, count: int) -> None:
         """Takes back the last ``count`` tokens."""
@@ -36,7 +36,7 @@ class Matcher(Protocol):
         """Whether nothing may come next."""
 
     def forced(self) -> Sequence[int]:
-        """The tokens of what must come next, as far as that is one text only."""
+        """The tokens of the text that must come next, as far as there is only one."""
 
     @property
     def takes_any(self) -> bool:
@@ -47,27 +47,19 @@ class Matcher(Protocol):
 
 
 class Constraint:
-    """The grammar of one request, which is asked about beginnings of any branch.
-
-    Args:
-        matcher: at the beginning of the answer.
-        ends: token ids that end the answer, the usual one first. They are allowed where the text may end, and only
-            there.
-    """
+    """The grammar of one request, asked about beginnings of any branch. Its methods may raise GrammarError. ``matcher``
+    is at the beginning of the answer. ``ends`` are token ids that end the answer, the usual one first; they are allowed
+    exactly where the text may end."""
 
     def __init__(self, matcher: Matcher, ends: Sequence[int]):
         self._matcher = matcher
         self._ends = tuple(ends)
         self._end_set = sum(1 << token for token in set(ends))
         self._taken: tuple[int, ...] = ()
-        """Where ``matcher`` is."""
+        """What ``matcher`` has read."""
 
     def admitted(self, beginning: Sequence[int]) -> int:
-        """How many tokens of a beginning, from the first on, fit together. What follows an end fits.
-
-        Raises:
-            GrammarError: see there; so with the other methods.
-        """
+        """How many tokens of a beginning, from the first on, fit. What follows an end fits."""
         end = next((index for index, token in enumerate(beginning) if token in self._ends), None)
         text = tuple(beginning[:end])
         num_common = _num_common(text, self._taken)
@@ -80,7 +72,7 @@ class Constraint:
         return len(beginning)
 
     def allowed(self, beginning: Sequence[int]) -> int:
-        """The set of tokens that may follow a beginning, all of whose tokens fit."""
+        """The set of tokens that may follow a beginning that fits."""
         matcher = self._at(beginning)
         allowed = 0 if matcher.is_over else matcher.allowed() & ~self._end_set
         if matcher.is_complete:
@@ -92,7 +84,7 @@ class Constraint:
         return allowed
 
     def forced(self, beginning: Sequence[int]) -> list[int]:
-        """What must follow a beginning, all of whose tokens fit; an end too, if nothing else may follow."""
+        """What must follow a beginning that fits; an end too, if nothing else may follow."""
         matcher = self._at(beginning)
         if matcher.is_over and matcher.is_complete:
             return list(self._ends[:1])
@@ -104,11 +96,9 @@ class Constraint:
         return forced
 
     def takes_any(self, beginning: Sequence[int]) -> bool:
-        """As ``Matcher.takes_any``, behind a beginning all of whose tokens fit."""
         return self._at(beginning).takes_any
 
     def ahead(self, beginning: Sequence[int]) -> Sequence[tuple[int, int]]:
-        """As ``Matcher.ahead``, behind a beginning all of whose tokens fit."""
         return self._at(beginning).ahead()
 
     def _at(self, beginning: Sequence[int]) -> Matcher:
@@ -118,7 +108,7 @@ class Constraint:
 
 
 def _num_common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    """Tokens that both have at their beginning."""
+    """The length of the common beginning."""
     shortest = min(len(left), len(right))
     if left[:shortest] == right[:shortest]:
         return shortest

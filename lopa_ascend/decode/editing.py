@@ -10,34 +10,30 @@ from lopa_ascend.types import Edit, Fill, RowPlan, RowResult
 
 
 class NoEditing:
-    """What a decoding whose filled positions stay as they are has in the place of ``Editing``."""
+    """In place of ``Editing`` if filled positions stay as they are."""
 
     is_on = False
     checks = 0
     """See ``Block.checks_left``, of a new block."""
 
     def predicted_positions(self, branch: Branch, masked: list[int]) -> list[int]:
-        """The positions that a pass predicts.
-
-        Args:
-            masked: the branch's masked positions.
-        """
+        """The positions that a pass predicts, given the masked ones."""
         return masked
 
     def edits(self, branch: Branch, predicted: Sequence[Fill]) -> list[Edit]:
-        """The tokens that the predictions replace in a branch."""
+        """The tokens that the predictions replace."""
         return []
 
     def of_masks(self, branch: Branch, predicted: list[Fill]) -> list[Fill]:
-        """Those of the predictions that are for masked positions of a branch."""
+        """The predictions for masked positions."""
         return predicted
 
     def scored(self, branch: Branch, row: RowPlan, result: RowResult) -> Sequence[float]:
-        """The confidences of a branch's masked positions, in the order of the positions."""
+        """The confidences of the masked positions, in order."""
         return result.confidences
 
     def firm(self, branch: Branch) -> tuple[int, ...]:
-        """The generated tokens, masks included, up to the first one that may be replaced."""
+        """The generated tokens, masks included, up to the first that may be replaced."""
         return branch.tokens
 
 
@@ -45,13 +41,7 @@ NO_EDITING = NoEditing()
 
 
 class Editing(NoEditing):
-    """Replaces what the model no longer predicts.
-
-    Args:
-        threshold: a token is replaced if another one has a higher probability than this.
-        checks: see ``Block.checks_left``, of a new block.
-        mask: token id of the mask.
-    """
+    """Replaces a token if another one is more probable than ``threshold``. ``checks``: see ``Block.checks_left``."""
 
     is_on = True
 

@@ -1,13 +1,12 @@
 """Fast-dLLM: block after block, with keys and values that are computed once a block and then reused (arXiv 2505.22618).
 
-The first pass of a block computes prompt and canvas. The passes after it compute less, and attend to the keys and
-values that the first one has left in the cache for all other positions:
+A block's first pass computes prompt and canvas. The later ones compute less, and reuse its other keys and values:
 
-- "prefix" cache: from the block on to the end of the canvas; reused are the positions before the block.
-- "dual" cache: the block alone; reused are the positions before it and the masks after it.
+- "prefix" cache: they compute from the block to the end of the canvas.
+- "dual" cache: they compute the block alone, and reuse the masks after it too.
 
-The reused keys and values are stale: they do not know what has been filled since. If the output at a position predicts
-the next one, no later pass could predict the block's first position, so the first pass fills it, and nothing else.
+Reused keys and values are stale: they do not know what was filled since. If the output at a position predicts the next
+one, no later pass could predict the block's first position, so the first pass fills it, and nothing else.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ BLOCK_CACHES = ("prefix", "dual")
 
 @dataclass(frozen=True, kw_only=True)
 class FastDllmParams(ParallelParams):
-    """What is reused."""
-
     block_cache: str = research(
         "prefix",
         Choice(BLOCK_CACHES),

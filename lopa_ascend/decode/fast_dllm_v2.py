@@ -1,12 +1,11 @@
 """Fast-dLLM v2: block after block, each filled by sub-blocks from left to right (arXiv 2509.26328).
 
-The pass that commits a block predicts the first position of the next one, which is filled with any probability: the
-logits of a position predict the next one, so the block's own passes need its first position. As published that pass
-computes the committed block alone. A pass that commits the prompt, whose last tokens begin the first block, goes on
-with that block. So does one whose next block has its first token from a lookahead branch.
+Logits predict the next position, so a block's own passes need its first token. The pass that commits the block before
+predicts it, and it is filled with any probability. As published that pass computes the committed block alone. It goes
+on with the next block if the first token is there already: from the prompt's last tokens, or from a lookahead branch.
 
-With ``sub_block_cache`` a pass computes the current sub-block alone, once its first position is filled. The keys and
-values of the block's other positions are then those of earlier passes, stale by design.
+With ``sub_block_cache`` a pass computes the current sub-block alone, once its first position is filled. Keys and values
+of the block's other positions are then stale by design.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from lopa_ascend.types import Fill, ModelProperties, RowPlan, SequencePlan
 
 @dataclass(frozen=True, kw_only=True)
 class FastDllmV2Params(PipelineParams):
-    """Sub-blocks."""
-
     sub_block_size: int = research(
         8,
         Integer(1, 4096),
@@ -42,8 +39,6 @@ class FastDllmV2Params(PipelineParams):
 
 
 class FastDllmV2(BlockPipeline):
-    """One sequence under Fast-dLLM v2."""
-
     description = "block after block, by sub-blocks, for models of that family"
     base = "fast_dllm_v2"
     parameters = FastDllmV2Params
@@ -64,7 +59,7 @@ class FastDllmV2(BlockPipeline):
 
     @classmethod
     def fits(cls, properties: ModelProperties) -> bool:
-        """Whether the model is block-causal and its logits predict the next position, as only this family's are."""
+        """Only this family's models are block-causal with logits that predict the next position."""
         return properties.is_block_causal and properties.logit_shift == 1
 
     def plan(self) -> SequencePlan | None:
@@ -95,14 +90,13 @@ class FastDllmV2(BlockPipeline):
         return replace(row, masked=tuple(position for position in row.masked if position < end))
 
     def _sub_block(self, branch: Branch) -> tuple[int, int]:
-        """[start, end) of the first sub-block that has masks, or of the last one if none has."""
+        """[start, end) of the first sub-block with masks, or of the last one."""
         block, size = branch.blocks[-1], self.own.sub_block_size
         first = next(iter(branch.masked_in(block, self.mask)), block.end - 1)
         begin = block.start + (first - block.start) // size * size
         return begin, min(begin + size, block.end)
 
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
-        """The positions of the sub-block that the rule accepts, or the most confident one; and the first position of a
-        block in any case."""
+        """Fills the accepted positions of the sub-block or the most confident one, and a block's first in any case."""
         first = self.grammar.must_fill(branch)
         return filled_in(predicted, self.accept(predicted), min(1, len(predicted)), first)

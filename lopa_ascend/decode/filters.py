@@ -1,8 +1,5 @@
-"""What a request keeps out of its answer beside what its grammar does: one filter for each thing.
-
-A further filter is one class, and a line in ``filters_for``. Under a grammar they give way where it allows nothing
-else.
-"""
+"""What a request keeps out of its answer beside its grammar: one filter for each thing. A further filter is one class,
+and a line in ``filters_for``. Under a grammar they give way if it allows nothing else."""
 
 from __future__ import annotations
 
@@ -14,27 +11,15 @@ from lopa_ascend.config.decoding import banned_ids
 
 
 class Filter(Protocol):
-    """Says what may not be filled in."""
-
     keeps_share: bool
-    """Whether banned tokens keep their share of the probability. If not, they have probability 0."""
+    """Whether banned tokens keep their share of the probability. If not, theirs is 0."""
 
     def banned(self, answer: Sequence[int], first: int) -> list[frozenset[int]]:
-        """The token ids that may not be filled into each place of an answer, from one place to the end.
-
-        Args:
-            answer: token ids of the answer of one branch, masks included.
-            first: index in ``answer``.
-        """
+        """The token ids that may not be filled into each place of a branch's answer, masks included, from the index
+        ``first`` on."""
 
 
 def filters_for(params: DecodingParams, mask: int, ends: Sequence[int]) -> tuple[Filter, ...]:
-    """The filters of a request.
-
-    Args:
-        mask: token id of the mask.
-        ends: token ids that end the answer.
-    """
     filters: list[Filter] = []
     words = banned_ids(params)
     assert len(words) == len(params.bad_words), "the engine knows no text"
@@ -46,12 +31,7 @@ def filters_for(params: DecodingParams, mask: int, ends: Sequence[int]) -> tuple
 
 
 class EarlyEnds:
-    """Keeps what ends an answer out of its first places.
-
-    Args:
-        ends: token ids.
-        num_places: how many places.
-    """
+    """Keeps token ids that end an answer out of its first ``num_places`` places."""
 
     keeps_share = True
 
@@ -63,32 +43,25 @@ class EarlyEnds:
 
 
 class BadWords:
-    """Keeps words out, prepared so that a forward pass costs no comparison per word.
+    """Keeps words (token ids) out, prepared so that a forward pass costs no comparison per word.
 
-    Positions are filled in any order, so a word's first tokens may come later than its last one. Therefore the last
-    token of a word is banned from a position as long as the positions before it hold the beginning of the word, or
-    could still hold it because they are masked. So no order of fills, and no number of them in one pass, completes the
-    word.
+    Positions are filled in any order, so a word's last token may come first. It is banned as long as the positions
+    before it hold the beginning of the word, or could still hold it because they are masked. So no order of fills, and
+    no number of them in one pass, completes the word.
 
-    The words are put one after the other, and each of their tokens gets one bit of an integer ("shift-and" matching).
-    The answer is read from left to right. A token's bit is set if its word, up to this token, may end at the position
+    "Shift-and" matching: the words stand one after the other, and each of their tokens has one bit of an integer. As
+    the answer is read from left to right, a token's bit is set if its word, up to this token, may end at the position
     just read.
-
-    Args:
-        words: token ids of what the answer may not contain.
-        mask: token id of the mask.
-        keeps_share: see ``Filter``.
     """
 
     def __init__(self, words: Sequence[Sequence[int]], mask: int, keeps_share: bool = True):
         self._mask, self.keeps_share = mask, keeps_share
         self._longest = max(map(len, words))
         self._first_tokens = 0
-        """Bits of the words' first tokens."""
         self._last_tokens: dict[int, int] = {}
-        """Token id by the bit of each word's last token."""
+        """Bit of a word's last token -> token id."""
         self._bits_of: dict[int, int] = {}
-        """By token id: the bits of all places in the words that hold this token."""
+        """Token id -> the bits of its places in the words."""
         first_bit = 1
         for word in words:
             self._first_tokens |= first_bit

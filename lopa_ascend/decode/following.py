@@ -11,58 +11,42 @@ from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.types import Fill, GrammarError, RowPlan
 
 Changes = tuple[list[Fill], list[Fill], list[int]]
-"""The fills of a pass that stay, and ``forced`` and ``remasked`` of its ``StepRecord``."""
+"""(fills of a pass that stay, ``forced`` and ``remasked`` of its ``StepRecord``)."""
 
 
 class NoGrammar:
-    """What a free answer has in the place of a ``GrammarFollower``."""
+    """In place of a ``GrammarFollower`` for a free answer. The methods of that may raise GrammarError."""
 
     binds = False
     """Whether there is a grammar. If so, it says where the answer ends."""
 
     def allowed(self, anchor: Branch, row: RowPlan) -> int:
-        """The tokens that may be chosen at the first masked position of a row, as a set (see ``decode.constraint``); 0
-        without a grammar.
-
-        Raises:
-            GrammarError: none fits; so with the other methods.
-        """
+        """The set of tokens (see ``decode.constraint``) that may be chosen at a row's first masked position; 0: any."""
         return 0
 
     def allowed_along(self, anchor: Branch, row: RowPlan) -> list[int]:
-        """The same at the first masked position of a row and, if the row is causal, at those behind it."""
+        """The same at the first masked position and, if the row is causal, at those behind it."""
         return [self.allowed(anchor, row)]
 
     def must_fill(self, branch: Branch) -> int | None:
-        """The position that a pass fills in any case; None: there is none."""
+        """The position that a pass fills in any case, if there is one."""
         return None
 
     def admitted(self, branch: Branch, fills: list[Fill]) -> list[Fill]:
-        """Those of some fills of masked positions that fit, as far as what is before them is known."""
+        """The fills of masked positions that fit, as far as what is before them is known."""
         return fills
 
     def num_admitted(self, branch: Branch, drafts: Sequence[int]) -> int:
-        """How many of some drafts, token ids, from the first one on, fit behind the filled beginning of a branch."""
+        """How many drafts (token ids), from the first on, fit behind the branch's filled beginning."""
         return len(drafts)
 
     def follow(self, branch: Branch, extend: Callable[[Branch], Branch], before: Branch | None = None) -> Branch:
-        """The branch after fills, as its grammar has it.
-
-        Args:
-            extend: adds a block that is not activated yet, if the branch may have another one.
-            before: the branch before the fills, if these fill its first mask.
-        """
+        """The branch after fills, as its grammar has it. ``extend`` adds a block that is not activated yet, if there
+        may be another; ``before`` is the branch before the fills, if these fill its first mask."""
         return branch
 
     def changes(self, anchor: Branch, own_fills: Sequence[Fill], fills: list[Fill], after: Branch) -> Changes:
-        """What a pass has done beside the winner's own tokens.
-
-        Args:
-            anchor: before the pass.
-            own_fills: the winner's.
-            fills: what was chosen.
-            after: the anchor after the pass.
-        """
+        """What a pass has done beside the winner's ``own_fills``. ``anchor``: before the pass; ``after``: after it."""
         return fills, [], []
 
 
@@ -70,14 +54,7 @@ FREE = NoGrammar()
 
 
 class GrammarFollower(NoGrammar):
-    """Keeps the branches of one request to its grammar.
-
-    Args:
-        mask: token id of the mask.
-        ends: token ids that end the answer.
-        forces_first: whether the first position of a block may be filled without a pass.
-        gives_ahead: whether the block that is filled holds from the beginning what the grammar says comes later in it.
-    """
+    """Keeps the branches of one request to its grammar. ``forces_first`` and ``gives_ahead``: see ``Strategy``."""
 
     binds = True
 
@@ -114,7 +91,7 @@ class GrammarFollower(NoGrammar):
         return found
 
     def must_fill(self, branch: Branch) -> int | None:
-        """None also where any token may follow: there the decoding alone decides."""
+        """None also if any token may follow: then the decoding alone decides."""
         beginning = self._beginning(branch)
         if not branch.masks or self._constraint.takes_any(beginning):
             return None
@@ -133,11 +110,11 @@ class GrammarFollower(NoGrammar):
         return self._constraint.admitted((*beginning, *drafts)) - len(beginning)
 
     def follow(self, branch: Branch, extend: Callable[[Branch], Branch], before: Branch | None = None) -> Branch:
-        """The filled beginning is followed up to the first mask. A token that does not fit is masked again, with what
-        follows it in its block. Then tokens are filled as long as only one can follow.
+        """Follows the filled beginning to the first mask. A token that does not fit is masked again, with what is
+        behind it in its block. Then tokens are filled as long as only one can follow.
 
-        Where not any token fits, a pass fills the first mask (``must_fill``) with one that does, which therefore stays.
-        Elsewhere the beginning grows before anything is masked again. So passes end. Every round lets it grow, too.
+        Passes end: where not any token fits, a pass fills the first mask (``must_fill``) with one that does, which
+        stays. Elsewhere the beginning grows before anything is masked again. Every round lets it grow, too.
         """
         binds = before is not None and self.must_fill(before) is not None
         num_before = len(self._beginning(before)) if before is not None and binds else -1
@@ -159,7 +136,7 @@ class GrammarFollower(NoGrammar):
             branch = branch.fill(fills, self._ends)
 
     def _fills_of(self, forced: Sequence[int], branch: Branch, index: int) -> list[Fill]:
-        """The fills that put forced tokens into the masks from a generated position on, as far as these reach."""
+        """Puts forced tokens into the masks from a generated position on, as far as these reach."""
         firsts = () if self._forces_first else {block.start for block in branch.blocks}
         fills = []
         for number, token in enumerate(forced, index):
@@ -170,7 +147,7 @@ class GrammarFollower(NoGrammar):
         return fills
 
     def _given(self, branch: Branch, beginning: Sequence[int]) -> list[Fill]:
-        """The fills that put tokens behind masks of the last block, whose first position is filled."""
+        """Puts tokens behind masks of the last block, if its first position is filled."""
         if not self._gives_ahead or not branch.masks:
             return []
         first = branch.first + len(beginning)
@@ -183,7 +160,6 @@ class GrammarFollower(NoGrammar):
         ]
 
     def _beginning(self, branch: Branch) -> tuple[int, ...]:
-        """The generated tokens up to the first mask."""
         return branch.tokens[: branch.tokens.index(self._mask)] if branch.masks else branch.tokens
 
     def changes(self, anchor: Branch, own_fills: Sequence[Fill], fills: list[Fill], after: Branch) -> Changes:

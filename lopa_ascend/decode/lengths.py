@@ -1,9 +1,9 @@
 """How long gaps are: found by the confidence of passes that fill nothing, over candidate lengths.
 
-A candidate is scored by the mean log probability of the predictions for its masks. Taken alone that prefers short gaps,
-whatever is behind them. So the mean that the gap has without what is behind it is subtracted: what remains is what the
-text behind the gap says about its length (after arXiv 2602.00476, which calibrates the confidence too). The part that
-is subtracted is smooth, so powers of two are enough for it. The other one has a narrow peak.
+A candidate's score is the mean log probability of the predictions for its masks, less the same mean without what is
+behind the gap. The former alone prefers short gaps; the difference is what the text behind says about the length (after
+arXiv 2602.00476, which calibrates the confidence too). The subtracted mean is smooth, so powers of two are enough for
+it. The other has a narrow peak.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ FINEST = 16
 
 
 class LengthSearch:
-    """The length of one gap.
-
-    Args:
-        longest: the most that it can be.
-    """
+    """The length of one gap, at most ``longest``."""
 
     def __init__(self, longest: int) -> None:
         self._alone = dict[int, float]()
@@ -54,11 +50,11 @@ class LengthSearch:
 
     @property
     def best(self) -> int:
-        """The length with the highest score, the shortest among equals."""
+        """The highest score, the shortest among equals."""
         return max(sorted(self._means), key=self._score)
 
     def take(self, mean: float) -> None:
-        """Takes the mean log probability of the predictions for ``candidate``."""
+        """Takes the mean log probability for ``candidate``."""
         if self._wanted_alone:
             self._alone[self._wanted_alone.pop(0)] = mean
             return
@@ -70,8 +66,7 @@ class LengthSearch:
             self._wanted = [(low + high) // 2 for low, high in pairwise(around) if high - low > 1]
 
     def _score(self, length: int) -> float:
-        """The mean less that without what is behind the gap, which is linear in the logarithm of the length between two
-        that are known."""
+        """The subtracted mean is interpolated, linear in the logarithm of the length."""
         low = max(known for known in self._alone if known <= length)
         high = min(known for known in self._alone if known >= length)
         part = math.log(length / low) / math.log(high / low) if high > low else 0.0
@@ -79,28 +74,22 @@ class LengthSearch:
 
 
 class GapLengths:
-    """The lengths of the gaps of a canvas, which are found one after the other.
-
-    Args:
-        runs: the canvas, in runs of masks and of given tokens.
-        flexible: the gaps whose length is to be found, by number, at least one.
-        mask: token id of the mask.
-    """
+    """The lengths of a canvas's gaps, found one after the other. ``runs``: the canvas in runs of masks and given
+    tokens; ``flexible``: the numbers of the gaps to measure, at least one."""
 
     def __init__(self, runs: Sequence[tuple[int, ...]], flexible: Sequence[int], mask: int) -> None:
         gaps = [index for index, run in enumerate(runs) if run[0] == mask]
         self._runs, self._left = list(runs), [gaps[number] for number in flexible]
-        """``_left``: the indices of the runs whose length is not known."""
+        """``_left``: indices of the runs of unknown length."""
         self._search = LengthSearch(len(self._runs[self._left[0]]))
 
     @property
     def is_done(self) -> bool:
-        """Whether all lengths are found."""
         return not self._left
 
     @property
     def canvas(self) -> tuple[int, ...]:
-        """The canvas with the candidate, as the next pass computes it: up to the gap, or with what is behind it."""
+        """As the next pass computes it: up to the candidate, or with what is behind it."""
         runs = self._runs
         if self._left:
             behind = runs[self._left[0] + 1 :] if self._search.sees_behind else []
@@ -109,7 +98,7 @@ class GapLengths:
 
     @property
     def places(self) -> range:
-        """The places of the gap in ``canvas``."""
+        """The gap's places in ``canvas``."""
         start = sum(map(len, self._runs[: self._left[0]]))
         return range(start, start + len(self._candidate))
 
@@ -120,7 +109,7 @@ class GapLengths:
         return self._runs[self._left[0]][:length]
 
     def take(self, mean: float) -> None:
-        """Takes the mean log probability of the predictions for ``places`` in ``canvas``."""
+        """Takes the mean log probability for ``places``."""
         self._search.take(mean)
         if self._search.candidate is None:
             run = self._left.pop(0)
@@ -130,12 +119,7 @@ class GapLengths:
 
 
 class Measuring(Strategy):
-    """The passes that find the lengths of gaps, before those of the decoding that fills them.
-
-    Args:
-        start: whose canvas has gaps of unknown length.
-        decoding: becomes the ``successor`` when all lengths are found.
-    """
+    """The passes that find the lengths of gaps. ``decoding`` is the ``successor`` that fills them."""
 
     def __init__(self, start: SequenceStart, decoding: type[Strategy]) -> None:
         super().__init__(start)

@@ -1,14 +1,13 @@
 """Linear self-speculation: a causal model drafts a block at once, and then reads it causally.
 
-A round is two passes. In the first the positions of a block see one another, and are drafted. The second is causal: its
-predictions are those of "ar" as far as the drafts before them are right, so they are written up to the first that
-differs from its draft, that one included. A round writes one token at least, and the answer is that of "ar".
+A round is two passes. In the first a block's positions see one another, and are drafted. The second is causal: its
+predictions are those of "ar" as far as the drafts before them are right. They are written up to the first that differs
+from its draft, that one included. So a round writes at least one token, and the answer is that of "ar".
 
-At a temperature it is, too: draft and check draw with the same noise (Gumbel-max), which depends on seed and position
-alone. So a draft is right if the drafting distribution leads to the same draw, and no draw depends on drafts (arXiv
-2408.07978).
+At a temperature, too: draft and check draw with the same noise (Gumbel-max), which depends on seed and position alone,
+so no draw depends on drafts (arXiv 2408.07978).
 
-Sources: Nemotron-Labs-Diffusion and Orthrus (``linear_spec_generate`` and ``generate`` in their code).
+Sources: the code of Nemotron-Labs-Diffusion (``linear_spec_generate``) and of Orthrus (``generate``).
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from lopa_ascend.types import BranchRecord, Fill, ModelProperties, RowPlan, RowR
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpecParams(FastDllmV2Params):
-    """How a block is drafted."""
-
     draft_threshold: float = research(
         0.0,
         Number(0, 1),
@@ -41,16 +38,13 @@ class LinearSpecParams(FastDllmV2Params):
 
 @dataclass(frozen=True)
 class Draft(Fill):
-    """A drafted token."""
-
     second: int
-    """The token that would be drafted without it."""
+    """The token that would be drafted without it, and ``second_prob`` its probability."""
     second_prob: float
-    """Its probability."""
 
 
 class LinearSpec(Autoregressive):
-    """One sequence under linear self-speculation. Its state is that of "ar": what is written, and one open position."""
+    """One sequence. Its state is that of "ar": what is written, and one open position."""
 
     description = (
         'drafts a block at once and checks it in a causal pass, for causal models: the answer of "ar" in fewer passes'
@@ -67,13 +61,12 @@ class LinearSpec(Autoregressive):
 
     @classmethod
     def fits(cls, properties: ModelProperties) -> bool:
-        """Whether the model is causal, and was trained to draft blocks."""
         return properties.is_causal and properties.drafts_blocks
 
     def __init__(self, start: SequenceStart) -> None:
         super().__init__(start)
         self._drafts: dict[int, Draft] = {}
-        """By position, behind the last token that is written."""
+        """By position, behind the last written token."""
 
     @property
     def num_wanted(self) -> int:
@@ -100,16 +93,12 @@ class LinearSpec(Autoregressive):
         return self._verifying(plan, [self._drafts[position].token for position in drafted])
 
     def _drafted_behind(self, position: int) -> range:
-        """The positions of a block that begins with a known token, behind it. One that is the last needs no draft."""
+        """The positions of a block behind its first, known token. The last position of all needs no draft."""
         room = self.limit - position - 1
         return range(position + 1, position + min(self.params.block_size, room + 1)) if room > 1 else range(0)
 
     def _verifying(self, plan: SequencePlan, drafts: Sequence[int]) -> SequencePlan:
-        """The pass that checks drafts.
-
-        Args:
-            plan: of "ar".
-        """
+        """The pass that checks drafts, from a plan of "ar"."""
         (row,) = plan.rows
         useful = self._useful(drafts)
         main = self._checking(row, useful, row.start)
@@ -117,7 +106,7 @@ class LinearSpec(Autoregressive):
         return replace(plan, num_new=0, rows=rows, winner_commits=len(rows) > 1, fills_all_slots=True)
 
     def _branches(self, row: RowPlan, drafts: Sequence[int], num_useful: int) -> list[RowPlan]:
-        """The rows of second choices, by rank: each has that for one position, behind the drafts."""
+        """The rows of second choices, by rank: each has one for one position, behind the drafts before it."""
         found = list[RowPlan]()
         for place in self._places(row.end, min(num_useful + 1, len(drafts))):
             position, second = row.end + place, self._drafts[row.end + place].second
@@ -127,17 +116,12 @@ class LinearSpec(Autoregressive):
         return [branch for branch in found if branch.masked]
 
     def _branch(self, row: RowPlan, drafts: Sequence[int], position: int) -> RowPlan:
-        """The row of the second choice for a position: the main row with it."""
         return self._checking(row, drafts, position)
 
     def _places(self, first: int, count: int) -> list[int]:
-        """The places among the drafts by the tokens that the second choice is expected to add, the most first; the
-        earlier among equals. Those are the probability that the drafts before are right, and the second choice is,
-        times the tokens up to the next that is not right.
-
-        Args:
-            first: position of the first draft.
-        """
+        """Places among the drafts, from position ``first`` on, by the tokens that a second choice is expected to add:
+        most first, the earlier among equals. That is the probability that the drafts before it and itself are right,
+        times the tokens up to the next wrong one."""
         drafts = [self._drafts[first + place] for place in range(count)]
         following, gains = 0.0, list[tuple[float, int]]()
         for place in reversed(range(count)):
@@ -155,12 +139,7 @@ class LinearSpec(Autoregressive):
 
     @staticmethod
     def _checking(row: RowPlan, drafts: Sequence[int], begin: int) -> RowPlan:
-        """The row that checks drafts.
-
-        Args:
-            row: of "ar".
-            begin: the first position that differs from the main row.
-        """
+        """Checks drafts behind a row of "ar". ``begin``: the first position that differs from the main row."""
         end = row.end + len(drafts)
         tokens, masked = (*row.tokens, *drafts), tuple(range(begin + 1, end + 1))
         return replace(row, tokens=tokens, causal_end=end, masked=masked, compute_from=begin)
@@ -189,13 +168,12 @@ class LinearSpec(Autoregressive):
         return record
 
     def _drafted(self, record: StepRecord, row: RowPlan, result: RowResult) -> StepRecord:
-        """The record of a pass that drafts."""
         kept = self._take(row, result)
         self._drafts |= {draft.position: draft for draft in kept}
         return replace(record, drafted=tuple(kept))
 
     def _take(self, row: RowPlan, result: RowResult) -> list[Draft]:
-        """What a row drafts."""
+        """Its drafts from ``draft_threshold`` on, or else the most probable one."""
         drafts = [
             Draft(fill.position, fill.token, fill.max_prob, fill.confidence, second, prob)
             for fill, (second, prob) in zip(self.predicted(row, result), result.seconds, strict=True)
@@ -204,8 +182,8 @@ class LinearSpec(Autoregressive):
         return kept or [max(drafts, key=lambda draft: draft.max_prob)]
 
     def _checked(self, record: StepRecord, plan: SequencePlan, results: Sequence[RowResult]) -> StepRecord:
-        """The record of a pass that checks drafts, and writes what is right and one token more. If this is the second
-        choice of a branch, the branch goes on, or has the next drafts."""
+        """Writes what is right and one token more. If that is a branch's second choice, the branch goes on from there,
+        or has the next drafts."""
         *others, main = plan.rows
         written = self._write(self.predicted(main, results[-1]), main.tokens[1:])
         drafted = [self._drafts[position] for position in main.masked[:-1]]
@@ -237,19 +215,17 @@ class LinearSpec(Autoregressive):
         )
 
     def _holding(self, rows: Sequence[RowPlan], last: Fill) -> list[int]:
-        """The branches whose second choice is what was written last, if anything is left to write."""
+        """The branches whose second choice was written last, if anything is left to write."""
         of_place = [rank for rank, row in enumerate(rows) if row.compute_from == last.position]
         is_right = [rank for rank in of_place if rows[rank].tokens[last.position - rows[rank].start] == last.token]
         return is_right if self.anchor.masks else []
 
     def _second(self, row: RowPlan) -> Fill:
-        """The second choice that a branch checks."""
         draft = self._drafts[row.compute_from]
         return Fill(row.compute_from, draft.second, draft.second_prob, draft.second_prob)
 
     def _write(self, predicted: Sequence[Fill], drafts: Sequence[int]) -> list[Fill]:
-        """Writes the predictions of a causal pass one after the other, as "ar" does, as long as the draft behind a
-        token is that token."""
+        """Writes the predictions of a causal pass, as "ar" does, up to the first that differs from its draft."""
         branch, written = self.anchor, list[Fill]()
         for fill, draft in zip(predicted, [*drafts, None], strict=True):
             branch = self.open(self.advance(branch, [fill]))
@@ -261,14 +237,12 @@ class LinearSpec(Autoregressive):
 
 
 def _recorded(row: RowPlan, own: tuple[Fill, ...], score: float) -> BranchRecord:
-    """The record of a row. A causal row predicts a position behind its own."""
+    """A causal row predicts a position behind its own."""
     return BranchRecord(own, max(row.end, *(position + 1 for position in row.masked[-1:])), len(row.masked), score)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LopaLinearSpecParams(LookaheadParams, LinearSpecParams):
-    """LoPA over linear self-speculation."""
-
     branch_rows: str = research(
         "second",
         Choice(("second", "ahead")),
@@ -278,8 +252,8 @@ class LopaLinearSpecParams(LookaheadParams, LinearSpecParams):
 
 
 class LopaLinearSpec(Lookaheads, LinearSpec):
-    """One sequence under LoPA over linear self-speculation: branches check second choices beside the drafts. One at
-    most is right, and writes more. So the answer is that of "ar", and no round writes less than without branches."""
+    """LoPA over linear self-speculation: branches check second choices beside the drafts. At most one is right, and
+    writes more. So the answer is that of "ar", and no round writes less than without branches."""
 
     parameters = LopaLinearSpecParams
     own: LopaLinearSpecParams

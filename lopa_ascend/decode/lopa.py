@@ -25,8 +25,6 @@ from lopa_ascend.types import Fill, RowResult, SequencePlan
 
 @dataclass(frozen=True, kw_only=True)
 class BaseParams:
-    """Which decoding is extended."""
-
     base: str = research(
         "d2f",
         Variant(attribute="base"),
@@ -38,8 +36,6 @@ class BaseParams:
 
 @dataclass(frozen=True, kw_only=True)
 class LookaheadParams(BaseParams, ScoreParams):
-    """Which decoding is extended, and which branch wins."""
-
     branch_acceptance: str = research(
         "published",
         Variant(attribute="branch_acceptance"),
@@ -51,8 +47,7 @@ class LookaheadParams(BaseParams, ScoreParams):
 
 
 class Lookaheads(Strategy):
-    """Mixin that gives a strategy up to ``params.lookaheads`` lookahead branches beside the anchor. It precedes the
-    strategy in the list of base classes."""
+    """Mixin: up to ``params.lookaheads`` lookahead branches beside the anchor. It precedes the extended strategy."""
 
     description = "an anchor branch and lookahead branches"
     told_apart_by = ("base", "branch_acceptance")
@@ -63,37 +58,36 @@ class Lookaheads(Strategy):
 
     @property
     def num_wanted(self) -> int:
-        """The most lookahead branches of the next pass. With ``num_branches`` "auto" it is 0 where they do not pay."""
+        """The most lookahead branches of the next pass; with ``num_branches`` "auto" 0 if they do not pay."""
         if self.params.is_auto and (self.is_crowded if self.params.follows_load else not self.is_stuck):
             return 0
         return self.params.lookaheads
 
     def score(self, plan: SequencePlan, results: Sequence[RowResult]) -> list[Fraction]:
-        """The branch scores, exactly. The arguments are those of ``absorb``."""
         confidences = [self.editing.scored(*each) for each in zip(self.branches, plan.rows, results, strict=True)]
         return branch_scores(self.branches, confidences, self.own)
 
     def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
-        """The branch with the highest score, the earliest among equals."""
+        """The highest score wins, the earliest among equals."""
         scores = self.score(plan, results)
         winner = scores.index(max(scores))
         return winner, self.branches[winner], [float(score) for score in scores]
 
     def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
-        """One branch for each of the most confident open positions, and the anchor after them."""
+        """One branch for each of the most confident open positions, then the anchor."""
         ranked = sorted(open_positions, key=lambda fill: (-fill.confidence, fill.position))
         return self.branches_with(anchor, [[fill] for fill in ranked[: self.num_wanted]])
 
     def branches_with(self, anchor: Branch, drafts: Sequence[Sequence[Fill]]) -> list[Branch]:
-        """A lookahead branch for each of ``drafts``, which are its own tokens; and the anchor after them. A draft none
-        of whose tokens fits a grammar is left out."""
+        """A lookahead branch for each draft (its own tokens), then the anchor. A draft is left out if none of its
+        tokens fits the grammar."""
         branches = [self.grammar.follow(anchor.as_lookahead(draft, self.ends), self.extend) for draft in drafts]
         return [*(branch for branch in branches if branch.own_fills), anchor]
 
     @property
     def known_winner(self) -> Branch | None:
-        """A lookahead branch without masks would score 1.0, the highest score. This does not hold with a
-        ``creation_weight``, and with ``editing_threshold`` the pass may still change tokens."""
+        """A lookahead branch without masks would score 1.0, the highest score. But with ``creation_weight`` it may not,
+        and with ``editing_threshold`` the pass may still change tokens."""
         if not self.params.finish_at_eos or self.own.creation_weight or self.editing.is_on:
             return None
         return next((branch for branch in self.branches[:-1] if not branch.masks), None)
@@ -101,8 +95,6 @@ class Lookaheads(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftParams(LookaheadParams):
-    """How many tokens a draft has."""
-
     lookahead_depth: int = research(
         1,
         Integer(1, 16),
@@ -142,12 +134,9 @@ class LopaFastDllmParams(LookaheadParams, FastDllmParams):
 
 
 class LopaFastDllm(Lookaheads, FastDllm):
-    """One sequence under LoPA over Fast-dLLM.
-
-    The first pass of a block computes the anchor alone, and leaves the anchor's keys and values in every slot. The
-    branches of the later passes read them there: these keys and values are stale by design, so they are the same for
-    all branches. A lookahead branch never fills the last mask of a block, because the next block needs a first pass.
-    """
+    """LoPA over Fast-dLLM. A block's first pass computes the anchor alone, and leaves its keys and values in every
+    slot. Later passes' branches read them there: stale by design, they are the same for all branches. A lookahead
+    branch never fills a block's last mask, because the next block needs a first pass."""
 
     parameters = LopaFastDllmParams
     own: LopaFastDllmParams
@@ -176,11 +165,8 @@ class LopaFastDllmV2Params(LookaheadParams, FastDllmV2Params):
 
 
 class LopaFastDllmV2(Lookaheads, FastDllmV2):
-    """One sequence under LoPA over Fast-dLLM v2.
-
-    Lookahead branches fill positions of the anchor's sub-block. One that fills the last mask of its sub-block predicts,
-    and is scored by, the next one; if it was the last mask of a block, by the first position of the next block.
-    """
+    """LoPA over Fast-dLLM v2. Lookahead branches fill positions of the anchor's sub-block. One that fills its last mask
+    predicts, and is scored by, the next sub-block; if the block had no other mask, the next block's first position."""
 
     parameters = LopaFastDllmV2Params
     own: LopaFastDllmV2Params
@@ -193,10 +179,8 @@ class LopaCausalBlocksParams(DraftParams, FastDllmV2Params):
 
 
 class LopaCausalBlocks(Lookaheads, CausalBlocks):
-    """One sequence under LoPA over causal blocks.
-
-    A lookahead branch never fills the last mask of a block: the causal pass that commits a block is the anchor's alone.
-    """
+    """LoPA over causal blocks. A lookahead branch never fills a block's last mask: the causal pass that commits a block
+    is the anchor's alone."""
 
     parameters = LopaCausalBlocksParams
     own: LopaCausalBlocksParams
@@ -214,11 +198,7 @@ class LopaParallelParams(LookaheadParams, ParallelParams):
 
 
 class LopaParallel(Lookaheads, Parallel):
-    """One sequence under LoPA over parallel decoding of a whole canvas.
-
-    Every branch computes prompt and canvas. It predicts, and is scored by, the first block in which it has masks; where
-    its lookahead token was the last of a block, that is the next one.
-    """
+    """LoPA over parallel decoding. Every branch predicts, and is scored by, the first block in which it has masks."""
 
     parameters = LopaParallelParams
     own: LopaParallelParams

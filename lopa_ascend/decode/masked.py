@@ -29,8 +29,6 @@ class MaskedWindow(BlockPipeline):
 
 
 class MaskedCanvas(Parallel):
-    """A whole canvas."""
-
     def plan(self) -> SequencePlan | None:
         return None if self.num_forwards else super().plan()
 
@@ -42,11 +40,7 @@ class MaskedCanvas(Parallel):
 
 
 class InOrder(Autoregressive):
-    """The first token of every text, by the pass that commits the prompt, and then a pass for each longer text.
-
-    Args:
-        texts: token ids of each.
-    """
+    """The pass that commits the prompt, for the first token of every text; then a pass for each longer text."""
 
     def __init__(self, start: SequenceStart, texts: Sequence[tuple[int, ...]]) -> None:
         self._texts = [text for text in dict.fromkeys(texts) if len(text) > 1]
@@ -70,7 +64,7 @@ class InOrder(Autoregressive):
 
 
 def begin_masked(start: SequenceStart, texts: Sequence[tuple[int, ...]]) -> Strategy:
-    """As ``begin``, for texts of at most ``params.max_new_tokens`` tokens in the place of the answer."""
+    """As ``begin``, for texts of at most ``params.max_new_tokens`` tokens as the answer."""
     if start.properties.is_causal:
         return InOrder(start, texts)
     return MaskedWindow(start) if start.params.is_pipelined else MaskedCanvas(start)

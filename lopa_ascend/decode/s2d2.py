@@ -1,16 +1,16 @@
 """S2D2: a block's drafts are checked by the same model, which reads them token by token (arXiv 2603.25702).
 
-A draft pass predicts the masks of the open block, as in the decoding that this one extends. If its first run of masks
-is to be checked, it fills nothing. The next pass reads the block causally, with the drafts in these masks, and predicts
-each position of the run from the tokens before it alone. Such a prediction is filled while those before it are what was
-drafted. So drafts decide how many positions a check fills, and no token of it. If every step is checked, the answer is
-that of checking one position at a time; other steps fill what the extended decoding fills.
+A draft pass predicts the open block's masks, as in the decoding that this one extends. If its first run of masks is to
+be checked, it fills nothing. The next pass reads the block causally, with the drafts in these masks, and predicts each
+position of the run from the tokens before it alone. A prediction is filled while those before it equal their drafts. So
+drafts decide how many positions a check fills, and no token of it. If every step is checked, the answer is that of
+checking one position at a time; other steps fill what the extended decoding fills.
 
-Where the logits of a position predict that position, a row holds one mask behind the drafts before it, and the rows
-share these as branches do. Where they predict the next position, one row makes all predictions.
+If logits predict their own position, a row holds one mask behind the drafts before it, and the rows share these as
+branches do. If they predict the next one, a single row makes all predictions.
 
-The noise of samples belongs to a position, in drafts and checks alike. So a check draws what it would draw for this
-position alone, and the draft is often the same.
+Noise belongs to a position, in drafts and checks alike. So a check draws what it would draw for this position alone,
+and the draft is often the same.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from lopa_ascend.types import Alternatives, Edit, Fill, ModelProperties, RowPlan
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingParams(BaseParams):
-    """Which drafts are checked."""
-
     routing: str = research(
         "always",
         Choice(("always", "run", "score", "hysteresis")),
@@ -66,7 +64,7 @@ class S2D2Params(RoutingParams, PipelineParams):
 
 
 class S2D2(BlockPipeline):
-    """One sequence under S2D2, where the logits of a position predict that position."""
+    """One sequence under S2D2, for logits that predict their own position."""
 
     description = "drafts of a block, which the same model checks token by token (S2D2), for block-causal models"
     told_apart_by = ("base",)
@@ -96,18 +94,17 @@ class S2D2(BlockPipeline):
         self._drafted: tuple[Fill, ...] = ()
         """What the next pass checks: drafts for consecutive positions; the mask stands for none."""
         self._checked: tuple[Fill, ...] = ()
-        """What the pass has checked that is being absorbed."""
+        """What the pass that is being absorbed has checked."""
         self._predicted: list[Fill] = []
         """All predictions of the last draft pass."""
         self._from_drafts: set[int] = set()
-        """Positions that the last pass, a check, has filled with what was drafted without accepting it."""
+        """Positions that the last pass, a check, filled with drafts that it did not accept."""
         self._is_on = False
         self._log_vocabulary = math.log(start.vocab_size)
         super().__init__(start)
 
     @classmethod
     def fits(cls, properties: ModelProperties) -> bool:
-        """Whether the model is block-causal, and a mask is predicted at its own position."""
         return properties.is_block_causal and not properties.logit_shift
 
     @classmethod
@@ -124,12 +121,7 @@ class S2D2(BlockPipeline):
         return replace(plan, rows=self._checking_rows(plan.start, (*self.prompt, *self.anchor.tokens)[plan.start :]))
 
     def _checking_rows(self, start: int, tokens: tuple[int, ...]) -> tuple[RowPlan, ...]:
-        """The rows of a pass that checks ``_drafted``.
-
-        Args:
-            start: of the open block; nothing before it is computed.
-            tokens: from ``start`` on.
-        """
+        """The rows that check ``_drafted``. The open block begins at ``start``, and nothing before it is computed."""
         positions = tuple(fill.position for fill in self._drafted)
         known = *tokens[: positions[0] - start], *(fill.token for fill in self._drafted)
         if self.properties.logit_shift:
@@ -166,7 +158,7 @@ class S2D2(BlockPipeline):
         return replace(record, drafted=drafted, accepted=sum(fill in record.fills for fill in written[:num_matches]))
 
     def _route(self, row: RowPlan, predicted: list[Fill]) -> None:
-        """Decides whether the next pass checks the predictions of a draft pass."""
+        """Decides whether the next pass checks these predictions of a draft pass."""
         self._predicted = predicted
         if not predicted or predicted[0].position == row.end:  # a pass that predicts a block's first position alone
             return
@@ -177,7 +169,7 @@ class S2D2(BlockPipeline):
             self._drafted = tuple(run)
 
     def _pays(self, run: Sequence[Fill]) -> bool:
-        """Whether a run of drafts is to be checked. With "hysteresis" that depends on what was decided before."""
+        """Whether to check a run of drafts. With "hysteresis" this depends on the decision before."""
         own = self.own
         if own.routing == "always":
             return True
@@ -202,8 +194,8 @@ class S2D2(BlockPipeline):
             self._drafted = (Fill(position, self.mask, 0.0, 0.0),)
 
     def _written(self, predicted: Sequence[Fill]) -> tuple[list[Fill], int]:
-        """What a check fills, and how much of it was drafted: all predictions up to the first that differs from its
-        draft. Rows that did not fit into the pass leave a gap."""
+        """What a check fills, all predictions up to the first that differs from its draft; and how many were drafted.
+        Rows that did not fit into the pass leave a gap."""
         written: list[Fill] = []
         for draft, fill in zip(self._checked, predicted, strict=False):
             if fill.position != draft.position:
@@ -214,8 +206,8 @@ class S2D2(BlockPipeline):
         return written, len(written)
 
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
-        """After a draft pass nothing if it will be checked, else what the extended decoding fills. After a check what
-        it has written, and drafts if that is less than the step must fill."""
+        """A draft pass that will be checked fills nothing. A check fills what it has written, and drafts if that is
+        less than the step must fill."""
         if self._drafted:
             return [], 0
         if not self._checked:
@@ -249,12 +241,11 @@ class S2D2(BlockPipeline):
 
 
 def _by_probability(predicted: Sequence[Fill]) -> list[Fill]:
-    """Predictions that are ranked by their probabilities."""
     return [replace(fill, confidence=fill.max_prob) for fill in predicted]
 
 
 def _as_one_row(plan: SequencePlan, results: Sequence[RowResult]) -> tuple[SequencePlan, list[RowResult]]:
-    """A checking pass with the predictions of all its rows in one."""
+    """A checking pass with all predictions in one row."""
     row = replace(plan.rows[-1], masked=tuple(chain.from_iterable(row.masked for row in plan.rows)))
     columns = zip(*((each.tokens, each.max_probs, each.confidences) for each in results), strict=True)
     tokens, max_probs, confidences = (tuple(chain.from_iterable(column)) for column in columns)
@@ -267,7 +258,7 @@ class S2D2FastDllmV2Params(S2D2Params, FastDllmV2Params):
 
 
 class S2D2FastDllmV2(S2D2, FastDllmV2):
-    """One sequence under S2D2 over Fast-dLLM v2, whose logits predict the next position."""
+    """S2D2 over Fast-dLLM v2: logits predict the next position."""
 
     has_row_of_each_position = False
     parameters = S2D2FastDllmV2Params

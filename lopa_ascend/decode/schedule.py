@@ -9,13 +9,7 @@ from lopa_ascend.types import ModelProperties
 
 
 def wanted(properties: ModelProperties, number: int, steps: int, length: int, masks: int) -> int:
-    """Positions that the pass with this number, from 0, over a block fills at least.
-
-    Args:
-        steps: passes in which the block is filled at the latest.
-        length: of a block.
-        masks: that the block began with.
-    """
+    """How many positions pass ``number``, from 0, fills at least in a block that began with ``masks``."""
     if properties.schedule == "linear":
         plan = linear(masks, steps)
         return plan[number] if number < len(plan) else 1
@@ -26,7 +20,7 @@ def wanted(properties: ModelProperties, number: int, steps: int, length: int, ma
 @lru_cache(maxsize=1024)
 def linear(masks: int, steps: int) -> tuple[int, ...]:
     """The linear schedule of dLLM: each step fills its share of the masks that are left, rounded half to even. Steps
-    that fill nothing are left out. The shares are rounded to float32 at every operation, as published.
+    that fill nothing are left out. Shares are rounded to float32 at every operation, as published.
 
     >>> linear(32, 6)
     (5, 5, 6, 5, 6, 5)

@@ -1,8 +1,8 @@
 """What every decoding strategy has: the state of one sequence, its verbs, and which tokens are final.
 
-``plan`` describes the next forward pass. ``absorb`` takes its predictions and replaces the branches by the next ones.
-It is made of ``select`` (the winner), ``choose`` (what it fills), ``advance`` (the state that follows) and ``spawn``
-(the next branches). It alone changes the strategy.
+``plan`` describes the next forward pass. ``absorb`` takes its predictions and replaces the branches: ``select`` picks
+the winner, ``choose`` its fills, ``advance`` makes the state that follows, ``spawn`` the next branches. It alone
+changes the strategy.
 """
 
 from __future__ import annotations
@@ -35,111 +35,98 @@ from lopa_ascend.types import (
 )
 
 Final = tuple[Sequence[int], int | None, tuple[tuple[int, int | None], ...]]
-"""The places of the final tokens among the generated positions, which never change; the token id that ends the answer,
-if no position before it is masked; and ``Update.gap_ends``."""
+"""(places of final tokens, which never change, among the generated positions; the token id that ends the answer, if no
+position before it is masked; ``Update.gap_ends``)."""
 
 
 @dataclass(frozen=True)
 class SequenceStart:
-    """What the decoding of a sequence begins with."""
-
     prompt: Sequence[int]
-    """Token ids."""
     params: DecodingParams
     mask: int
-    """Token id of the mask."""
     eos: frozenset[int]
-    """EOS ids, which end the answer unless ``params.ignore_eos``."""
+    """Ids that end the answer unless ``params.ignore_eos``."""
     num_committed: int = 0
-    """Positions of the prompt whose keys and values are in the cache already."""
+    """Positions of the prompt that are in the cache already."""
     properties: ModelProperties = DREAM
-    """The model's."""
     vocab_size: int = 2
-    """Logits of a position."""
     constraint: Constraint | None = None
-    """What the answer keeps to; None: it is free."""
+    """None: the answer is free."""
     gapped: GappedText | None = None
-    """For a decoding that ``fills_gaps``: the canvas; None: masks alone."""
+    """The canvas, for a decoding that ``fills_gaps``; None: masks alone."""
 
 
 Only = Mapping[str, tuple[object, ...] | None]
-"""By parameter: the values that a decoding takes of it beside the default; None: all."""
+"""By parameter: values that a decoding takes beside the default; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoParams:
-    """The parameters of a decoding that has none of its own."""
+    """No parameters of its own."""
 
 
 class Strategy(ABC):
     """One sequence and how it is decoded.
 
     Attributes:
-        params: how the request is decoded.
         own: the values of ``parameters``.
         branches: of the next pass, in evaluation order: lookahead branches by rank, the anchor last.
-        max_rows: the most rows that a forward pass of this sequence may have. The engine reserves pages for so many.
+        max_rows: the most rows of a forward pass of this sequence; the engine reserves pages for them.
         num_committed: positions whose keys and values are final.
-        num_forwards: forward passes so far.
-        origin, limit: where the first block to decode begins, and the most positions that the sequence can have; see
-            ``ModelProperties``.
+        origin, limit: see ``ModelProperties``.
         ends: token ids that end the answer.
         is_stuck: the last pass filled nothing that a rule had accepted.
         is_crowded: so many requests run that drafts do not pay; the engine sets it before each pass.
-        grammar: keeps the branches to the grammar of the request.
-        editing: replaces tokens of filled positions.
-        successor: decodes the sequence from now on in the place of this strategy; None: this one does.
-        alternatives: by position: the most probable tokens with their probabilities, as the pass predicted them that
-            the token of the position comes from. Empty unless the request asks for ``top_logprobs``.
+        successor: decodes the sequence from now on; None: this strategy does.
+        alternatives: by position, the most probable tokens with their probabilities, from the pass that predicted the
+            position's token; empty without ``top_logprobs``.
     """
 
     # What a decoding says about itself. A class inherits all of it.
     description: ClassVar[str] = ""
     """One clause for the help of ``decoding``."""
     base: ClassVar[str] = ""
-    """The built-in decoding by whose rules positions are filled. "lopa" over it is named by it."""
+    """The built-in decoding whose rules fill positions, as ``base`` of "lopa" names it."""
     parameters: ClassVar[type[Any]] = NoParams
-    """A frozen dataclass of its parameters beside the usual ones, declared as these are. Requests set them by name. It
-    inherits from that of the class that the decoding inherits from."""
+    """A frozen dataclass of its own parameters, which requests set by name. It inherits from the parent class's."""
     only: ClassVar[Only] = {"num_branches": (0,)}
-    """Of the parameters that it takes with some values only. What a class says replaces what its parents say."""
+    """The parameters that it takes with some values only. A class replaces what its parents say."""
     rules: ClassVar[tuple[Rule, ...]] = tuple(
         Rule(name, grammar, (None,))  # a grammar says where the answer ends
         for grammar in ("structured_outputs", "max_thinking_tokens")
         for name in ("ignore_eos", "finish_at_eos")
     )
-    """Which of its parameters go together, beside what the parent classes say."""
+    """Which parameters go together, beside what the parent classes say."""
     told_apart_by: ClassVar[tuple[str, ...]] = ()
-    """Parameters that choose one of several classes of a decoding. Each class has its value as an attribute."""
+    """Parameters that choose among the classes of a decoding. Each class has its value as an attribute."""
     confidence: ClassVar[str | None] = None
-    """The confidence that its passes report, whatever the parameter of this name is; None: that of the request."""
+    """The confidence that its passes report; None: the request's."""
     default_branches: ClassVar[int] = 0
     commits: ClassVar[bool] = False
     """Whether a window of blocks moves over the canvas and commits keys and values behind it."""
     has_one_open_block: ClassVar[bool] = False
-    """Whether passes with several rows compute positions of one block alone, and commit nothing."""
+    """Whether passes with several rows compute one block alone, and commit nothing."""
     scored_by: ClassVar[str] = "parallel"
-    """The decoding with whose attention and blocks given texts are scored."""
+    """The decoding whose attention and blocks score given texts."""
     computes_whole_branches: ClassVar[bool] = False
     """Whether each lookahead branch computes prompt and canvas."""
     fills_gaps: ClassVar[bool] = False
-    """Whether the decoding fills texts with gaps."""
     forces_first: ClassVar[bool] = True
-    """Whether the first position of a block may be filled without a pass, where a grammar forces its token."""
+    """Whether a block's first position may be filled without a pass, if a grammar forces its token."""
     gives_ahead: ClassVar[bool] = False
-    """Whether a block's passes see from the beginning what a grammar says comes later in it."""
+    """Whether a block's passes see from the beginning what a grammar puts later into it."""
     has_graphs: ClassVar[bool] = False
-    """Whether compiled steps decode it. This is not inherited."""
+    """Whether compiled steps decode it. Not inherited."""
     has_row_of_each_position: ClassVar[bool] = False
-    """Whether a pass may have a row for each position of a block. Otherwise each branch has one."""
+    """Whether a pass may have a row for each position of a block, not only for each branch."""
     fills_one: ClassVar[bool] = False
     """Whether a block is one position, whatever ``block_size`` is."""
     draws_once: ClassVar[bool] = False
-    """Whether what is drawn for a position depends on seed and position alone. Otherwise each pass draws anew."""
+    """Whether draws depend on seed and position alone. Otherwise each pass draws anew."""
     decides_on_host: ClassVar[bool] = False
-    """Whether its forward passes alone are compiled. So they support all that a request asks."""
+    """Whether only its forward passes are compiled, so that they support all that a request asks."""
     drafts: ClassVar[bool] = False
-    """Whether passes over a block draft; see ``RowPlan.drafts``."""
+    """See ``RowPlan.drafts``."""
     own: Any
     editing: NoEditing = NO_EDITING
     successor: Strategy | None = None
@@ -170,11 +157,7 @@ class Strategy(ABC):
 
     @classmethod  # noqa: B027  most decodings have nothing to refuse
     def check(cls, params: DecodingParams) -> None:
-        """Refuses parameters that do not go together in this decoding. Each is allowed by itself.
-
-        Raises:
-            ParameterError: two of them contradict each other.
-        """
+        """Refuses values that contradict each other in this decoding (ParameterError). Each is allowed by itself."""
 
     @classmethod
     def fits(cls, properties: ModelProperties) -> bool:
@@ -189,17 +172,16 @@ class Strategy(ABC):
 
     @classmethod
     def draws(cls, params: DecodingParams) -> bool:
-        """Whether positions are drawn by the seed."""
+        """Whether the seed draws positions."""
         return False
 
     @property
     def anchor(self) -> Branch:
-        """The branch without tokens of its own: the winner of the last pass, with its fills."""
+        """The branch without own tokens: the winner of the last pass, with its fills."""
         return self.branches[-1]
 
     @property
     def answer(self) -> Branch:
-        """The branch whose tokens are the answer so far."""
         return self.known_winner or self.anchor
 
     @property
@@ -209,7 +191,7 @@ class Strategy(ABC):
 
     @property
     def num_counted(self) -> int:
-        """Generated positions, from the first one on, whose tokens penalties count."""
+        """Generated positions, from the first on, that penalties count."""
         return max(0, self.num_committed - len(self.prompt))
 
     @abstractmethod
@@ -217,14 +199,8 @@ class Strategy(ABC):
         """What the next forward pass computes; None when the sequence is done."""
 
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
-        """Takes the predictions of a pass: picks the winner, fills it, and grows the next branches from it.
-
-        Args:
-            plan: what ``plan`` gave, perhaps with fewer rows; see ``SequencePlan.keep``.
-            results: the predictions for each of ``plan.rows``.
-            model_tokens: see ``StepRecord``.
-            head_rows: see ``StepRecord``.
-        """
+        """Takes the predictions of a pass: picks the winner, fills it, and grows the next branches from it. ``plan``
+        may have fewer rows than were planned (``SequencePlan.keep``)."""
         if len(plan.rows) < len(self.branches):
             self.branches = (*self.branches[: len(plan.rows) - 1], self.anchor)
         winner, branch, scores = self.select(plan, results)
@@ -264,26 +240,25 @@ class Strategy(ABC):
         return record
 
     def advance(self, branch: Branch, fills: Sequence[Fill], edits: Sequence[Edit] = ()) -> Branch:
-        """The branch after a pass that it wins, and that fills and edits these positions, before it opens blocks."""
+        """The branch after a pass that it wins with these fills and edits, before it opens blocks."""
         filled = branch.edit(edits, self.ends).check(changed=bool(edits)).fill(fills, self.ends).as_anchor()
         return self.finish_pass(self.grammar.follow(filled, self.extend, branch))
 
     # ---- how a branch goes on: whole canvases have all blocks from the beginning, and commit none --------------------
 
     def extend(self, branch: Branch) -> Branch:
-        """The branch with another block if it may have one, which is not activated yet."""
+        """With another block, not activated yet, if it may have one."""
         return branch
 
     def finish_pass(self, branch: Branch) -> Branch:
-        """The branch after a pass has been made: which of its blocks are committed, or will be."""
+        """After a pass: which blocks are committed, or will be."""
         return branch
 
     def open(self, branch: Branch) -> Branch:
-        """The branch as the next pass computes it: with the blocks that it opens and activates."""
+        """As the next pass computes it: with the blocks that it opens and activates."""
         return branch
 
     def take_alternatives(self, found: Mapping[int, Alternatives]) -> None:
-        """Adds to ``alternatives`` what the last pass predicted."""
         self.alternatives.update(found)
 
     # ---- what a decoding decides: the built-in ones and those of other packages override these ----------------------
@@ -294,52 +269,37 @@ class Strategy(ABC):
         return [Fill(*column) for column in columns]
 
     def accept(self, predicted: Sequence[Fill]) -> list[Fill]:
-        """Those of the predictions for a block's masked positions that the acceptance rule lets through, in the order
-        of positions."""
+        """The predictions for a block's masks that the acceptance rule accepts, in the order of positions."""
         return self._rule(predicted)
 
     @abstractmethod
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
-        """What is filled, and how many of these fills no rule has accepted.
-
-        Args:
-            branch: the winner, or one that may win with "verified", which asks for several. It must not be changed.
-            predicted: the predictions for the masked positions of its row.
-        """
+        """Picks the fills of a branch. Returns them, and how many are fallbacks, which no rule accepted. "verified"
+        asks for several branches of a pass, so nothing may be changed."""
 
     def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
-        """(index of the winner; the winner; the branch scores). Here there is one branch.
-
-        The arguments are those of ``absorb``.
-        """
+        """(index of the winner, the winner, branch scores); here of one branch."""
         confidences = self.editing.scored(self.anchor, plan.rows[0], results[0])
         return 0, self.anchor, [sum(confidences) / len(confidences) if confidences else 1.0]
 
     def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
-        """The branches of the next pass, before they open blocks: here the anchor alone.
-
-        Args:
-            anchor: the winner, with its fills.
-            open_positions: the predictions for positions that are still masked.
-        """
+        """The branches of the next pass, before they open blocks: here the anchor alone. ``open_positions`` are the
+        predictions for positions that are still masked."""
         return [anchor]
 
     @property
     def known_winner(self) -> Branch | None:
-        """The branch that would win the next pass unchanged, if that is known without the pass: then it is the answer.
-        Otherwise None."""
+        """The branch that would win the next pass unchanged, if known without the pass: then it is the answer."""
         return None
 
     def recorded_positions(self) -> set[int]:
-        """The positions that the last pass has not filled and whose ``alternatives`` are recorded: those of the tokens
-        that lookahead branches hold."""
+        """Positions that the last pass did not fill but records ``alternatives`` of: those of lookahead tokens."""
         return {fill.position for branch in self.branches for fill in branch.own_fills}
 
     # ---- what is final ---------------------------------------------------------------------------------------------
 
     def final(self) -> Final:
-        """What of the answer is final: its tokens up to the first mask, with ``finish_at_eos`` up to the first that
-        ends the answer."""
+        """The tokens up to the first mask, with ``finish_at_eos`` up to the first that ends the answer."""
         tokens = self.editing.firm(self.answer)[: self.params.max_new_tokens]
         known = tokens.index(self.mask) if self.mask in tokens else len(tokens)
         end = next((place for place in range(known) if tokens[place] in self.ends), None)
@@ -348,7 +308,6 @@ class Strategy(ABC):
         return range(end if self.params.finish_at_eos else known), tokens[end], ()
 
     def visible_is_final(self) -> bool:
-        """Whether no later step can change the visible text: all positions up to an EOS, or all that the answer can
-        have, are filled."""
+        """Whether no later step can change the visible text: all up to an EOS, or all of the answer, is filled."""
         places, end, _ = self.final()
         return end is not None or len(places) == self.params.max_new_tokens

@@ -9,12 +9,7 @@ from lopa_ascend.types import Thinking
 
 
 class FreeAnswer:
-    """An answer that may be any text, without another mark that closes thoughts; see ``Matcher``.
-
-    Args:
-        close: token ids of the mark. If it is more than one token, it is not kept away.
-        num_token_ids: of the tokenizer.
-    """
+    """Any text as an answer, without another mark ``close`` if that is a single token; see ``Matcher``."""
 
     is_complete = takes_any = True
     is_over = False
@@ -40,16 +35,8 @@ class FreeAnswer:
 
 
 class ThinkingMatcher:
-    """Follows thoughts, whose tokens are free up to the closing mark, and then the answer; see ``Matcher``.
-
-    If the prompt has not opened the thoughts, the first token decides: the opening mark, if it is one token, or one of
-    the answer.
-
-    Args:
-        answer: follows the answer, and is at its beginning.
-        thinking: the marks, and how many tokens may stand between them.
-        num_token_ids: of the tokenizer.
-    """
+    """Follows thoughts, with free tokens up to the closing mark, and then the answer; see ``Matcher``. If the prompt
+    has not opened the thoughts, the first token decides: the opening mark, if it is one token, or one of the answer."""
 
     def __init__(self, answer: Matcher, thinking: Thinking, num_token_ids: int):
         self._answer, self._close, self._max_tokens = answer, list(thinking.close), thinking.max_tokens
@@ -106,7 +93,7 @@ class ThinkingMatcher:
         return not self.forced() if self._is_thinking else self._answer.takes_any
 
     def ahead(self) -> Sequence[tuple[int, int]]:
-        """The closing mark, if it is one token, which an answer to thoughts that end before it cannot hold."""
+        """The closing mark, if it is one token: an answer to thoughts that end before it cannot hold it."""
         if not self._is_thinking or self._max_tokens is None or len(self._close) > 1:
             return ()
         left = self._max_tokens - (len(self._thoughts) - len(self._open))

@@ -1,15 +1,14 @@
 """Dream's own decoding: a fixed number of steps over the whole canvas, without a cache (arXiv 2508.15487).
 
-Step i of S takes the canvas from the time t(i) = 1 - i (1 - eps) / S to t(i + 1), where eps is 1/1000. It fills the
-share 1 - t(i + 1) / t(i) = 999 / (1000 S - 999 i) of the positions that are still masked; the last step fills all of
-them. ``alg`` says which positions are filled:
+Step i of S goes from the time t(i) = 1 - i (1 - eps) / S to t(i + 1), with eps = 1/1000. Of the masked positions it
+fills the share 1 - t(i + 1) / t(i) = 999 / (1000 S - 999 i), the last step all. ``alg`` says which:
 
 - "origin": each position independently, with the share as its probability.
-- "maskgit_plus", "topk_margin", "entropy": as many positions as the share gives, rounded down: those with the highest
-  probability of the predicted token, the highest margin, or the highest negative entropy. With ``alg_temp`` T above 0
-  they are drawn one after the other instead, in proportion to exp(confidence / T).
+- "maskgit_plus", "topk_margin", "entropy": as many as the share gives, rounded down, with the highest probability of
+  the predicted token, margin, or negative entropy. With ``alg_temp`` T above 0 they are drawn one after the other
+  instead, in proportion to exp(confidence / T).
 
-A step that fills nothing needs no forward pass, so none is made.
+A step that fills nothing makes no forward pass.
 """
 
 from __future__ import annotations
@@ -34,15 +33,13 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 ALGS = {"origin": "max_prob", "maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "neg_entropy"}
-"""Dream's names for the ways to choose positions, and the confidence of each."""
+"""Dream's ways to choose positions, and the confidence of each."""
 MAX_STEPS = 8192
-"""Most steps. Those of "origin" that fill nothing are drawn all the same, while other requests wait."""
+"""Steps of "origin" that fill nothing are drawn all the same, while other requests wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VanillaParams:
-    """The schedule."""
-
     steps: int | None = research(
         None,
         Integer(1, MAX_STEPS),
@@ -61,8 +58,6 @@ class VanillaParams:
 
 
 class Vanilla(Canvas):
-    """One sequence under Dream's decoding."""
-
     description = "Dream's own, a fixed number of steps over the whole canvas"
     base = "vanilla"
     parameters = VanillaParams
@@ -75,7 +70,6 @@ class Vanilla(Canvas):
 
     @classmethod
     def ranked_by(cls, params: DecodingParams) -> str:
-        """The confidence that ``alg`` ranks positions by."""
         return ALGS[params.alg]
 
     @classmethod
@@ -84,11 +78,9 @@ class Vanilla(Canvas):
         return drawn
 
     num_steps_made = 0
-    """Steps of the schedule before the next pass."""
 
     @property
     def num_steps(self) -> int:
-        """Steps of the schedule."""
         return self.own.steps or self.gap_length
 
     @property
@@ -97,7 +89,7 @@ class Vanilla(Canvas):
 
     @property
     def step(self) -> int:
-        """The step of the schedule that the next pass makes: the next one that fills something."""
+        """The step that the next pass makes: the next one that fills something."""
         if self.own.alg != "origin":
             return max(self.num_steps_made, self._first_that_fills())
         return next(step for step in range(self.num_steps_made, self.num_steps) if self._wanted(self.anchor, step))
@@ -106,16 +98,12 @@ class Vanilla(Canvas):
         return self._whole_row(branch, self._wanted(branch, self.step))
 
     def _first_that_fills(self) -> int:
-        """The first step that fills something, given the present masks; not for "origin".
-
-        A step fills something if 999 * masks >= 1000 * num_steps - 999 * step. The first one is therefore
-        1000 * num_steps / 999 - masks, rounded up.
-        """
+        """The first step that fills something, given the masks: 999 * masks >= 1000 * num_steps - 999 * step."""
         rounded_up = -(-1000 * self.num_steps // 999)
         return min(rounded_up - self.anchor.masks, self.num_steps - 1)
 
     def _wanted(self, branch: Branch, step: int) -> list[int]:
-        """The positions whose predictions a step needs; none if it fills nothing."""
+        """The positions that a step needs predictions for; none if it fills nothing."""
         masked = branch.masked_positions(self.mask)
         if self.own.alg != "origin" or step == self.num_steps - 1:
             return masked
@@ -123,7 +111,6 @@ class Vanilla(Canvas):
         return [position for position in masked if self._uniform(position, step) < share]
 
     def _num_filled(self, step: int) -> int:
-        """How many positions a step fills; not for "origin"."""
         masks = self.anchor.masks
         if step == self.num_steps - 1:
             return masks
@@ -143,18 +130,13 @@ class Vanilla(Canvas):
         return sorted(ranked[: self._num_filled(step)], key=lambda fill: fill.position), 0
 
     def _rank(self, fill: Fill, step: int) -> float:
-        """The confidence. With ``alg_temp`` Gumbel noise is added to confidence / T, so that taking the highest ranks
-        draws positions without replacement."""
+        """With ``alg_temp`` Gumbel noise is added to confidence / T: the highest are draws without replacement."""
         if not self.own.alg_temp:
             return fill.confidence
         return fill.confidence / self.own.alg_temp - math.log(-math.log(self._uniform(fill.position, step)))
 
     def _uniform(self, position: int, step: int) -> float:
-        """A number between 0 and 1, drawn for a position in a step.
-
-        It is a hash of seed, position and step as the noise of sampled tokens is (``score/noise.py``), in the place of
-        a token id that does not exist.
-        """
+        """A number between 0 and 1: a hash of seed, position and step, as in ``score/noise.py`` but for the token."""
         assert self.params.seed is not None, "the engine draws a seed where a request has none"
         key = _mix(self.params.seed + _GAMMA)
         key = _mix(key + (position + 1) * _GAMMA)

@@ -1,11 +1,10 @@
 """LoPA with lookahead branches as drafts, which win only if predictions of the same pass confirm them.
 
-The branches of a pass are those of LoPA: the anchor, and the anchor with one more position filled. As published, the
-branch with the best score wins, and its lookahead token is committed although it has passed no test. Here a lookahead
-branch may win only if the fill rule of the base (D2F's, say), applied to the anchor's predictions of the same pass,
-fills its token now. The branch's own predictions are then worth a second pass. With ``lookahead_depth`` above 1 a
-branch may hold several tokens more: a branch that is confirmed can itself confirm another that holds its tokens and
-more, and saves another pass.
+As published, the branch with the best score wins, and its lookahead token is committed although it has passed no test.
+Here a lookahead branch may win only if the base's fill rule (D2F's, say), applied to the anchor's predictions of the
+same pass, fills its token now. The branch's own predictions are then worth a second pass. With ``lookahead_depth``
+above 1 a branch may hold several tokens. A confirmed branch can itself confirm another that holds its tokens and more,
+and saves another pass.
 
 Related: Spiffy (arXiv 2509.18085), FreeDave (arXiv 2510.00294), SSD (arXiv 2510.04147).
 """
@@ -26,16 +25,13 @@ from lopa_ascend.types import Fill, RowResult, SequencePlan
 Place = tuple[int, int]
 """(position, token id)."""
 Confirmed = Mapping[Place, tuple[int, Fill]]
-"""By place of a branch's own token: the index of the branch that confirms the token, and that branch's prediction."""
+"""By place of a branch's own token: (index of the branch that confirms it, that branch's prediction)."""
 
 
 class Drafts(Lookaheads):
-    """What both kinds of confirmation have in common."""
-
     def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
-        """With ``lookahead_depth`` above 1, one branch for each set of ``draft_ranks``, and the anchor after them.
-        Positions of fully activated blocks have the first ranks: there the base fills something in every pass; under a
-        grammar the first masked position, which it fills in every pass."""
+        """With ``lookahead_depth`` above 1, one branch for each set of ``draft_ranks``, then the anchor. What the base
+        fills in every pass has the first ranks: fully activated blocks, under a grammar the first mask."""
         first = self.grammar.must_fill(anchor)
         if self.params.lookahead_depth == 1 and first is None:
             return super().spawn(anchor, open_positions)
@@ -63,12 +59,7 @@ class Drafts(Lookaheads):
 
     @abstractmethod
     def _confirmed_winner(self, predicted: Sequence[list[Fill]], scores: Sequence[Fraction]) -> tuple[int, Confirmed]:
-        """The index of the winner, and what confirms its own tokens.
-
-        Args:
-            predicted: the predictions for each branch.
-            scores: the branch scores.
-        """
+        """The index of the winner, and what confirms its own tokens."""
 
     @property
     def known_winner(self) -> Branch | None:
@@ -77,14 +68,13 @@ class Drafts(Lookaheads):
 
 
 class Verified(Drafts):
-    """Among the anchor and the confirmed branches, the winner is the one with the most filled positions, its own tokens
-    included. Ties go to the higher branch score, then to the better rank.
+    """The winner has the most filled positions, its own tokens included, among the anchor and the confirmed branches.
+    Ties go to the higher branch score, then to the better rank.
 
-    The anchor counts as confirmed. Another branch is confirmed if some confirmed one holds a part of its own tokens
-    (the anchor holds none of them), and the base's rule, applied to the predictions for that one, fills the others.
-
-    So this rule has accepted every token, on predictions from accepted tokens alone. Positions may be filled in another
-    order than by the base, so the answer may differ from the base's.
+    The anchor counts as confirmed. Another branch is confirmed if a confirmed one holds a part of its own tokens, and
+    the base's rule, applied to the predictions for that one, fills the others. So the rule has accepted every token, on
+    predictions from accepted tokens alone. Positions may be filled in another order than by the base, so the answer may
+    differ.
     """
 
     branch_acceptance = "verified"
@@ -113,12 +103,12 @@ class Verified(Drafts):
 
 
 class Exact(Drafts):
-    """A branch wins if the base's next pass would start from exactly its tokens. With ``lookahead_depth`` above 1 this
-    chains through several branches. So the answer is the base's, token for token, and these passes are saved.
+    """A branch wins if the base's next pass would start from exactly its tokens. With ``lookahead_depth`` above 1
+    branches chain. So the answer is the base's, token for token, and these passes are saved.
 
-    A pass with a commit is not saved: keys and values would be read from other places, and with full attention or a
-    causal commit they would be others. Without one, the base's next pass is the same computation on the same cached
-    keys and values, to the last bit, also with penalties and banned words.
+    A pass with a commit is not saved: keys and values would be read from other places, and differ with full attention
+    or a causal commit. Without one, the base's next pass is the same computation on the same cached keys and values, to
+    the last bit, also with penalties and banned words.
     """
 
     branch_acceptance = "exact"
@@ -139,14 +129,10 @@ class Exact(Drafts):
 
 
 class VerifiedLopa(Verified, Lopa):
-    """Over D2F."""
-
     has_graphs = True
 
 
 class ExactLopa(Exact, Lopa):
-    """Over D2F."""
-
     has_graphs = True
 
 
@@ -162,14 +148,9 @@ class ExactCausalBlocks(Exact, LopaCausalBlocks):
 def draft_ranks(num_ranks: int, depth: int, count: int) -> tuple[tuple[int, ...], ...]:
     """The sets of ranks that drafts fill, the most promising set first; the ranks of each set ascend.
 
-    Each rank of a set costs 1, plus 1 for each better rank that is not in the set: rank r_i of r_0 < r_1 < ... costs
-    r_i - i + 1. These costs ascend and add up to the cost of the set, so the sets of cost n are the partitions of n.
-    Cheaper sets come first, and sets of equal cost are in lexicographic order.
-
-    Args:
-        num_ranks: number of ranks that can be filled, from rank 0 on.
-        depth: the most ranks in a set.
-        count: the most sets to return.
+    Rank r_i of r_0 < r_1 < ... costs r_i - i + 1: 1, plus 1 for each better rank that is not in the set. The costs
+    ascend, so the sets of cost n are the partitions of n. Cheaper sets come first, equal ones in lexicographic order.
+    ``depth``: most ranks in a set; ``count``: most sets.
 
     >>> draft_ranks(3, 3, 10)
     ((0,), (0, 1), (1,), (0, 1, 2), (0, 2), (2,), (1, 2))
@@ -189,7 +170,7 @@ def draft_ranks(num_ranks: int, depth: int, count: int) -> tuple[tuple[int, ...]
 
 
 def _partitions(total: int, least: int, depth: int) -> Iterator[tuple[int, ...]]:
-    """The ways to write ``total`` as a sum of at most ``depth`` ascending parts from ``least`` on."""
+    """The sums of ``total`` from at most ``depth`` ascending parts, ``least`` or more each."""
     if not total:
         yield ()
     elif depth:

@@ -31,7 +31,7 @@ def _named(way: str) -> Callable[[Mapping[str, Any]], bool]:
 
 
 def _way(name: str) -> str:
-    """The one that the last part of a name says that says any."""
+    """The one that the last telling part of a name says."""
     for part in reversed(re.split(r"[\\/\s]", name.lower())):
         found = [way for way in ("mdlm", "bd3lm") if way in part]
         if len(found) == 1:

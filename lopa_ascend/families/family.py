@@ -14,55 +14,49 @@ from lopa_ascend.types import ModelProperties
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """Models of one architecture in fused ops: their tensors, their ``config.json``, and how they decode.
-
-    Ranks may split them, linear layers may be int8, adapters are merged, and ``config.json`` is read strictly.
-    """
+    """Models of one architecture in fused ops: their tensors, their ``config.json``, and how they decode. Ranks may
+    split them, linear layers may be int8, adapters are merged, and ``config.json`` is read strictly."""
 
     model_type: str
-    """As ``config.json`` names it."""
     name: str = ""
     """Of the architecture, if another family has the same ``model_type``."""
     claims: Callable[[Mapping[str, Any]], bool] | None = None
-    """Whether a ``config.json`` with this ``model_type`` is of this family; None: if no other family claims it."""
+    """Whether a ``config.json`` with this ``model_type`` is of this family; None: if no other one claims it."""
     architectures: tuple[str, ...] = ()
-    """What ``architectures`` of its ``config.json`` names, if its ``model_type`` is that of other models, too; instead
-    of ``claims``."""
+    """In place of ``claims`` if other models have the ``model_type``: what its field ``architectures`` names."""
     checkpoints: tuple[str, ...] = ()
-    """What the names of its published checkpoints begin with."""
+    """Prefixes of the names of its published checkpoints."""
     table: Table
-    """The tensors of a checkpoint, and how the decoder has them."""
     decoder: str = "lopa_ascend.model.decoder:Decoder"
     """The forward pass, a ``model.base.SplitModel``, as module and class. It imports torch, so not before use."""
     properties: ModelProperties
     names: Mapping[str, str] = field(default_factory=dict)
-    """What its ``config.json`` calls the fields of Qwen2, if it has names of its own."""
+    """Names of Qwen2's fields -> its own."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """The values of fields that are missing, by the names of Qwen2: of ``attention_bias`` (else true), ``rms_norm_eps``
-    (else 1e-6), ``mask_token_id`` and ``block_size``."""
+    """Values of missing fields, by Qwen2's names: ``attention_bias`` (else true), ``rms_norm_eps`` (else 1e-6),
+    ``mask_token_id`` and ``block_size``."""
     implied: Callable[[Fields], Mapping[str, Any]] | None = None
-    """The values of fields that are missing because others say them, by names in the file."""
+    """Values of missing fields that others imply, by names in the file."""
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """Fields of its own that change the computation, with the values that can be computed. None is a missing field."""
+    """Own fields that change the computation, with the values that can be computed. None is a missing field."""
     unused: frozenset[str] = frozenset()
-    """Fields of its own that change nothing here, and fields of Qwen2 that ``complete`` reads in another way."""
+    """Own fields that change nothing here, and fields of Qwen2 that ``complete`` reads in another way."""
     own_rope: frozenset[str] = frozenset()
     """Further fields of ``rope_parameters`` that ``complete`` reads, with "rope_type" or its older name "type"."""
     draft_adapter: str | None = None
-    """The folder of a checkpoint that may hold an adapter which only drafts are computed with."""
+    """The folder of a checkpoint that may hold an adapter for drafts alone."""
     complete: Callable[[Fields, ModelConfig], ModelConfig] | None = None
-    """Adds what only this family has, such as experts, to the configuration that was read."""
+    """Adds what only this family has, such as experts."""
     end_tokens: tuple[str, ...] = ()
-    """Special tokens of the tokenizer that end an answer and that no file names as such."""
+    """Special tokens that end an answer although no file says so."""
     recommended: Mapping[str, Any] = field(default_factory=dict)
-    """Decoding parameters that the authors recommend, beside the block size of a model that is block-causal."""
+    """Decoding parameters that the authors recommend, beside the block size of a block-causal model."""
     source: str = ""
     """Where they recommend them."""
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Of its published checkpoints by size, such as "8B": the fields of `shape` and others that differ, named as in
-    Qwen2."""
+    """By size, such as "8B", the fields of `shape` and others that differ, by Qwen2's names."""
     published: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of ``config.json`` that are the same in all sizes, by their names in the file."""
+    """Further fields of ``config.json``, the same in all sizes, by their names in the file."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.model_type)
@@ -74,7 +68,6 @@ class Family:
         return isinstance(found, list) and any(name in found for name in self.architectures)
 
     def tensors(self, config: ModelConfig) -> Tensors:
-        """The tensors of a model of this family."""
         return self.table.tensors(config)
 
     def config_json(self, size: str) -> dict[str, Any]:
@@ -92,7 +85,7 @@ class Family:
 
 
 def shape(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
-    """The fields of ``config.json`` that make a size: width, that of the MLP, layers, heads, and others by name."""
+    """The fields of ``config.json`` that make a size. ``inner``: the MLP's width."""
     return {
         "hidden_size": hidden,
         "intermediate_size": inner,

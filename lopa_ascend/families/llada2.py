@@ -17,7 +17,7 @@ _WIDE = ("inner", "hidden")
 
 
 def _mlp(prefix: str, ours: str, inner: str, each: bool = False) -> tuple[Row, ...]:
-    """The MLPs of a layer with experts. The router reads their inputs too, so these have no ``source``."""
+    """The MLPs of a layer with experts. The router reads their inputs too, so they have no ``source``."""
     gate_up, wide, narrow = f"{ours}_gate_up.weight", (inner, "hidden"), ("hidden", inner)
     return (
         Row(f"{prefix}.gate_proj.weight", gate_up, wide, linear="gate_up_proj", part="moe", each=each),
@@ -57,7 +57,7 @@ def _complete(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
-    """Raises ConfigError: a field is missing or malformed, or does not go with another one."""
+    """Raises ConfigError if a field is missing, malformed, or does not go with another one."""
     if fields.has("expert_capacity"):
         capacity = fields.get("expert_capacity")
         raise ConfigError(
@@ -92,11 +92,8 @@ def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
 
 
 def _rotary_dim(fields: Fields, head_dim: int) -> int:
-    """Elements of a head that are rotated: the first ones, by ``partial_rotary_factor``, else by ``rotary_dim``.
-
-    Raises:
-        ConfigError: the two contradict each other, or the number is odd or larger than a head.
-    """
+    """The first elements of a head are rotated, as many as ``partial_rotary_factor`` or else ``rotary_dim`` says.
+    Raises ConfigError if the two contradict each other, or the number is odd or larger than a head."""
     named = fields.integer("rotary_dim", 2**14, default=head_dim)
     factor = fields.number("partial_rotary_factor", named / head_dim, at_most=1.0)
     found = int(head_dim * factor)

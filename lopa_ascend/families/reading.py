@@ -1,7 +1,4 @@
-"""Reads ``config.json``: what its family says of the fields, strictly.
-
-Models in plain torch read the fields that change the computation themselves.
-"""
+"""Reads ``config.json`` strictly, as its family says. Models in plain torch read further fields themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "rope_scaling": (None,),
     "use_sliding_window": (False,),
 }
-"""Field -> the values that change nothing; the first one is also that of a missing field."""
+"""Field -> the values that change nothing; the first stands for a missing field."""
 _WITHOUT_EFFECT = frozenset(
     {
         *("attention_dropout", "embd_pdrop", "hidden_dropout", "initializer_range", "pretraining_tp", "resid_pdrop"),
@@ -42,14 +39,14 @@ logger = logging.getLogger(__name__)
 def read_config(
     config: Mapping[str, Any], generation: Mapping[str, Any], source: str, family: Family | None
 ) -> ModelConfig:
-    """The configuration that a Hugging Face directory describes. Warns of fields that the family does not know.
+    """The configuration of a Hugging Face directory. Warns of fields that the family does not know.
 
     Args:
-        config: content of ``config.json``; a field that is null counts as missing.
+        config: content of ``config.json``; null counts as missing.
         generation: content of ``generation_config.json``.
         source: path of ``config.json``, for messages.
-        family: the model's. What fused ops cannot do (other activations, scaled rope, sliding windows) is then refused.
-            None: it is in plain torch, and reads such fields itself.
+        family: refuses what fused ops cannot do (other activations, scaled rope, sliding windows). None: a model in
+            plain torch, which reads such fields itself.
 
     Raises:
         ConfigError: a field is missing or malformed, or asks for something that this engine cannot do.
@@ -99,11 +96,8 @@ def read_config(
 
 
 def fields_of(config: Mapping[str, Any], source: str, family: Family) -> Fields:
-    """The fields of a ``config.json``. Null counts as missing; for missing fields the family has values.
-
-    Raises:
-        ConfigError: ``model_type`` is not that of the family, or a field that says what another one is is malformed.
-    """
+    """The fields of a ``config.json``; null counts as missing, and the family has values for missing fields. Raises
+    ConfigError if ``model_type`` is another family's, or a field that implies others is malformed."""
     config = {name: value for name, value in config.items() if value is not None}
     own = Fields(config, source)
     implied = {} if family.implied is None else family.implied(own)
@@ -115,17 +109,7 @@ def fields_of(config: Mapping[str, Any], source: str, family: Family) -> Fields:
 
 
 def _refuse_variants(fields: Fields, rope: Mapping[str, Any], num_layers: int, family: Family) -> None:
-    """Refuses activations, attention, positions and formats of weights that models in fused ops do not have.
-
-    Args:
-        fields: of ``config.json``.
-        rope: its field ``rope_parameters``.
-        num_layers: the model's.
-        family: the model's.
-
-    Raises:
-        ConfigError: a field asks for one of them.
-    """
+    """Refuses activations, attention, positions and weight formats that fused ops do not have (ConfigError)."""
     for name, allowed in _ONLY_VALUES.items():
         if name not in family.names and name not in family.unused:
             fields.expect(name, allowed, default=allowed[0])
@@ -151,13 +135,8 @@ def _refuse_variants(fields: Fields, rope: Mapping[str, Any], num_layers: int, f
 
 
 def _warn_of_unknown(fields: Fields, config: Mapping[str, Any], family: Family) -> None:
-    """Warns of fields that nothing has read and that are not off. They may be for another program, or change what the
-    model should compute.
-
-    Args:
-        fields: from which all others have been read.
-        config: those of the file.
-    """
+    """Warns of fields that nothing has read from ``fields`` and that are not off. They may be for another program, or
+    change what the model should compute."""
     known = fields.read | _WITHOUT_EFFECT | family.unused
     unknown = {k: v for k, v in config.items() if k not in known and v not in (None, False, "", [], {})}
     if unknown:
@@ -167,12 +146,7 @@ def _warn_of_unknown(fields: Fields, config: Mapping[str, Any], family: Family) 
 
 
 def _heads(fields: Fields, hidden: int) -> tuple[int, int, int]:
-    """The numbers of query heads and of KV heads, and the size of a head.
-
-    Args:
-        fields: of ``config.json``.
-        hidden: the hidden size.
-    """
+    """(query heads, KV heads, size of a head)."""
     source, heads = fields.source, fields.integer("num_attention_heads", 2**14)
     kv_heads = fields.integer("num_key_value_heads", 2**14, default=heads)
     if heads % kv_heads:
@@ -188,7 +162,7 @@ def _heads(fields: Fields, hidden: int) -> tuple[int, int, int]:
 
 
 def _rope_theta(fields: Fields, rope: Mapping[str, Any]) -> float:
-    """The base of the rotary embedding, from ``rope_parameters`` (transformers 5) or the field of its own."""
+    """From ``rope_parameters`` (transformers 5) or the field of its own."""
     default = 10000.0
     if "rope_theta" not in rope:
         return fields.number("rope_theta", default, at_least=1.0)
@@ -203,8 +177,7 @@ def _rope_theta(fields: Fields, rope: Mapping[str, Any]) -> float:
 
 
 def _dtype(fields: Fields) -> str:
-    """The number format that ``config.json`` names. If it names none: "float32" for now; ``checkpoint.read`` then takes
-    the format in which most bytes are stored."""
+    """The field or, for now, "float32": ``checkpoint.read`` then takes the format in which most bytes are stored."""
     old, new = fields.get("torch_dtype"), fields.get("dtype")
     if old is not None and new is not None and old != new:
         raise ConfigError(f"{fields.source}: torch_dtype is {shown(old)}, but dtype is {shown(new)}; expected the same")
@@ -216,16 +189,8 @@ def _dtype(fields: Fields) -> str:
 def _special_ids(
     fields: Fields, generation: Mapping[str, Any], generation_source: str, vocab: int
 ) -> tuple[int, tuple[int, ...]]:
-    """The id of the mask token and the ids of the tokens that end an answer.
-
-    ``generation_config.json`` has the last word on the latter, as in transformers.
-
-    Args:
-        fields: of ``config.json``.
-        generation: content of ``generation_config.json``.
-        generation_source: its path, for messages.
-        vocab: every id must be below.
-    """
+    """The mask's id, and the ids that end an answer, each below ``vocab``. ``generation_config.json`` has the last word
+    on the latter, as in transformers."""
     mask = fields.token("mask_token_id", vocab)
     other = generation.get("mask_token_id")
     if other is not None and (type(other) is not int or other != mask):
@@ -241,16 +206,8 @@ def _special_ids(
 
 
 def eos_ids(value: object, vocab: int, source: str) -> tuple[int, ...]:
-    """The ids in the field ``eos_token_id`` of a file, which may be one id, a list, or missing.
-
-    Args:
-        value: of the field; None if it is missing.
-        vocab: every id must be below.
-        source: path of the file, for messages.
-
-    Raises:
-        ConfigError: the field holds something else than ids below ``vocab``.
-    """
+    """The ids in a file's field ``eos_token_id``: one id, a list, or missing (None). Raises ConfigError if it holds
+    something else than ids below ``vocab``."""
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]

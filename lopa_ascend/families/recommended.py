@@ -12,14 +12,11 @@ from lopa_ascend.families.registry import family_of
 
 
 def recommendations(model: str | Path) -> dict[str, dict[str, Any]]:
-    """Decoding parameters that are recommended for a model directory, by where they come from. Later ones win.
+    """Recommended decoding parameters by where they come from; later ones win. The model directory need not exist.
 
-    - The authors of a family recommend a decoding; of a block-causal one ``config.json`` has the block size.
-    - ``generation_config.json`` may recommend parameters as it does the sampling parameters of other engines, under the
-      name ``lopa_ascend``: {"eos_token_id": 7, "lopa_ascend": {"block_size": 8}}.
-
-    Args:
-        model: the model directory. It need not exist.
+    - A family's authors recommend a decoding; for a block-causal one ``config.json`` has the block size.
+    - ``generation_config.json`` may recommend parameters under the name ``lopa_ascend``: {"eos_token_id": 7,
+      "lopa_ascend": {"block_size": 8}}.
 
     Raises:
         ConfigError: a file is broken, a name is unknown, or a value is not allowed; the message names the file.
@@ -45,14 +42,7 @@ def recommendations(model: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def recommended_decoding(model: str | Path) -> dict[str, Any]:
-    """The decoding parameters that are recommended for a model directory, by name; empty if there are none.
-
-    Args:
-        model: as in ``recommendations``.
-
-    Raises:
-        ConfigError: as there.
-    """
+    """The recommended decoding parameters by name. ``model`` and errors as in ``recommendations``."""
     values: dict[str, Any] = {}
     try:
         for own in recommendations(model).values():
@@ -64,15 +54,9 @@ def recommended_decoding(model: str | Path) -> dict[str, Any]:
 
 
 def ignored_sampling(model: str | Path) -> dict[str, Any]:
-    """The decoding parameters that ``generation_config.json`` has outside of ``lopa_ascend``, where transformers looks
-    for them. They are not used: a model's authors chose them for another way to decode. ``eos_token_id`` is.
-
-    Args:
-        model: the model directory.
-
-    Raises:
-        ConfigError: the file is broken.
-    """
+    """Decoding parameters of ``generation_config.json`` outside of ``lopa_ascend``, where transformers looks for them.
+    But for ``eos_token_id`` they are not used: a model's authors chose them for another way to decode. Raises
+    ConfigError if the file is broken."""
     values = read_json_object(Path(model) / "generation_config.json", ConfigError, optional=True)
     names = ("do_sample", *(name for name in DecodingParams.names() if name != "eos_token_id"))
     return {name: values[name] for name in names if values.get(name) not in (None, False)}

@@ -1,7 +1,7 @@
 """The families that this process knows: the built-in ones and those of other packages.
 
-Another family is added in this process by `register_family`; in every process, so also in those of a server and of
-several ranks, by an entry point of an installed package, with the ``model_type`` as its name.
+`register_family` adds one to this process. An entry point of an installed package, with the ``model_type`` as its name,
+adds it to every process, so also to a server's and to all ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from lopa_ascend.families import (
 from lopa_ascend.families.family import Family
 
 GROUP = "lopa_ascend.families"
-"""The group of entry points."""
 FAMILIES: dict[str, Family] = {}
-"""By name of the architecture. Those of entry points come when a ``config.json`` names them."""
+"""By name of the architecture. Entry points' families come when a ``config.json`` names them."""
 
 
 def register_family(family: Family) -> None:
-    """Makes the engines of this process run the models of a family.
+    """Makes the engines of this process run a family's models.
 
     Raises:
         ValueError: its name is taken, or another family has its ``model_type`` and neither says which models it claims.
@@ -65,11 +64,8 @@ def known_families() -> set[str]:
 
 
 def family_in(config: Mapping[str, Any]) -> Family | None:
-    """The family of the model that a ``config.json`` describes; None if it is of no known one.
-
-    Raises:
-        ConfigError: a package has an entry point for the ``model_type``, which cannot be loaded.
-    """
+    """The family that a ``config.json`` describes, if it is known. Raises ConfigError if a package's entry point for
+    the ``model_type`` cannot be loaded."""
     model_type = config.get("model_type")
     for point in _installed():
         if point.name == model_type:
@@ -80,28 +76,22 @@ def family_in(config: Mapping[str, Any]) -> Family | None:
 
 
 def family_of(model: str | Path) -> Family | None:
-    """The family of a model directory; None if it is of no known one, or does not exist.
-
-    Raises:
-        ConfigError: as ``family_in``, or ``config.json`` is broken.
-    """
+    """The family of a model directory, if both are there. Raises ConfigError as ``family_in``, or for a broken file."""
     return family_in(with_name(read_json_object(Path(model) / "config.json", ConfigError, optional=True), model))
 
 
 def with_name(config: dict[str, Any], model: str | Path) -> dict[str, Any]:
-    """A ``config.json`` with the path of its directory added to ``_name_or_path``. Only the name of a checkpoint tells
-    some families apart."""
+    """Adds the directory's path to ``_name_or_path``: only the name of a checkpoint tells some families apart."""
     return {**config, "_name_or_path": f"{config.get('_name_or_path', '')} {Path(model).absolute()}"}
 
 
 def family_of_checkpoint(name: str) -> str | None:
-    """The family of the checkpoint with a name such as "JetLM/SDAR-8B-Chat"; None if the name does not tell it."""
+    """The family of a checkpoint such as "JetLM/SDAR-8B-Chat", if the name tells it."""
     last = name.rstrip("/").rpartition("/")[2]
     return next((key for key, family in FAMILIES.items() if last.startswith(family.checkpoints)), None)
 
 
 def _load(point: EntryPoint) -> None:
-    """Registers the family of an entry point."""
     try:
         family = point.load()
         if not isinstance(family, Family):

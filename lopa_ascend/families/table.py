@@ -1,7 +1,6 @@
 """The tensors of a family, one row each: checkpoints are read, split, stacked and quantised by them.
 
-With a model's sizes the `Table` of its family gives `Tensors`, which a model in plain torch makes from its module
-instead.
+With a model's sizes a `Table` gives `Tensors`. A model in plain torch makes these from its module instead.
 """
 
 from __future__ import annotations
@@ -17,21 +16,20 @@ from lopa_ascend.config import ModelConfig, ParameterError
 HEAD = "lm_head"
 """`Row.linear` of the LM head."""
 SCALE = "_scale"
-"""The suffix that makes the name of an int8 weight the name of its scales."""
+"""Suffix of a quantised weight's scales."""
 ZERO = "_zero"
-"""The same for the codes that mean zero in the groups of an int4 weight. Its scales have two dimensions."""
+"""Suffix of the codes that mean zero in the groups of an int4 weight. Its scales have two dimensions."""
 DRAFTS = "_diff"
-"""What the names of weights end with that drafts alone are computed with, in the place of those without it."""
+"""Suffix of the names of weights that drafts use in place of those without it."""
 LORA_A, LORA_B = "_lora_a", "_lora_b"
-"""What the names of the two factors end with that an adapter for drafts adds to a linear layer."""
+"""Suffixes of the two factors that an adapter for drafts adds to a linear layer."""
 Selected = slice | list[int]
 """Some of a dimension: a range, or indices."""
 TensorSlices = Mapping[str, tuple[Selected, ...]]
 """By name in the checkpoint: a part of each dimension of a tensor."""
 ALL: TensorSlices = {}
-"""No slices: all of every tensor."""
 DIVIDED = ("heads", "kv_heads", "qkv_heads", "inner", "expert_inner", "shared_inner")
-"""The sizes that are divided among tensor-parallel ranks."""
+"""Sizes that are divided among tensor-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +39,31 @@ class Row:
     name: str
     """In the checkpoint, within its layer."""
     ours: str
-    """Name of our tensor, within its layer. Rows with the same one are stacked, in this order, along the first
-    axis; with ``each`` those of an expert together."""
+    """Our name, within its layer. Rows with the same one are stacked, in this order, along the first axis; with
+    ``each`` those of an expert together."""
     shape: tuple[str, ...] = ()
     """Keys of `sizes_of`."""
     linear: str | None = None
-    """For the weight of a linear layer: what ``quantization_exclude`` calls the layer, or HEAD. LoRA may change it."""
+    """Of the weight of a linear layer: its name in ``quantization_exclude``, or HEAD. LoRA may change it."""
     source: str | None = None
-    """For such a weight: that of the norm or linear layer whose output is the input of this one, or goes into it
-    unchanged but for a factor. It can be divided to make the input smaller."""
+    """Of such a weight: the weight of the norm or linear layer that makes its input, up to a factor. It can be divided
+    to make the input smaller."""
     flag: str | None = None
-    """The field of ModelConfig that says whether the tensor is there; None: it always is."""
+    """The field of ModelConfig that says whether it is there; None: it always is."""
     part: Literal["dense", "moe"] | None = None
-    """Of the layers of a model with experts: only those without, or with them, have the tensor."""
+    """In a model with experts: only layers without, or with them, have it."""
     each: bool = False
-    """There is one for each expert; ``{}`` in the name stands for its number."""
+    """One for each expert; ``{}`` in the name stands for its number."""
     is_summed: bool = False
-    """It is added to what the ranks sum, so all but one of them have zeros."""
+    """Added to what the ranks sum, so all but one of them have zeros."""
     is_float32: bool = False
-    """It is computed in float32, so it keeps this dtype whatever that of the model is."""
+    """Computed in float32, so it keeps this dtype whatever the model's is."""
     tied_to: str | None = None
-    """The tensor whose values this one has if ``tie_word_embeddings``. A checkpoint may then leave it out."""
+    """The tensor with the same values if ``tie_word_embeddings``. A checkpoint may then leave this one out."""
 
     @property
     def split(self) -> str | None:
-        """Which of its sizes is divided among ranks; None: each rank has the whole tensor."""
+        """The size that is divided among ranks; None: each has the whole tensor."""
         return "vocab" if self.linear == HEAD else next((size for size in self.shape if size in DIVIDED), None)
 
 
@@ -75,13 +73,12 @@ class Table:
 
     before: tuple[Row, ...]
     layer: tuple[Row, ...]
-    """Of each layer. Our names of them begin with "layers.N."."""
+    """Of each layer. Our names begin with "layers.N."."""
     after: tuple[Row, ...]
     layers: str
-    """What their names in the checkpoint begin with, before ".N."."""
+    """Prefix of their names in the checkpoint, before ".N."."""
 
     def tensors(self, config: ModelConfig) -> Tensors:
-        """The tensors of a model with this table."""
         sizes = sizes_of(config)
         specs: dict[str, TensorSpec] = {}
         copies: dict[str, str] = {}
@@ -95,7 +92,7 @@ class Table:
         return Tensors(specs, copies, head.removesuffix(".weight"))
 
     def _rows(self, config: ModelConfig) -> Iterator[tuple[Row, str, str]]:
-        """Each row with what its name, and ours, begin with."""
+        """Each row with the prefixes of its name and of ours."""
         yield from ((row, "", "") for row in self.before)
         for n in range(config.num_layers):
             has_experts = config.experts is not None and n >= config.experts.first_layer
@@ -105,7 +102,6 @@ class Table:
 
 
 def _for_each_expert(rows: Sequence[Row], config: ModelConfig) -> Iterator[Row]:
-    """The rows of a layer, those with ``each`` once for each expert."""
     for (_, each), members in groupby(rows, lambda row: (row.ours, row.each)):
         if not each:
             yield from members
@@ -117,7 +113,7 @@ def _for_each_expert(rows: Sequence[Row], config: ModelConfig) -> Iterator[Row]:
 
 
 def sizes_of(config: ModelConfig) -> dict[str, int]:
-    """The sizes that shapes are made of, by what rows call them."""
+    """By what rows call them."""
     experts = config.experts
     return {
         "experts": experts.num_experts if experts else 0,
@@ -140,30 +136,28 @@ class TensorSpec:
     name: str
     """In the checkpoint."""
     ours: str
-    """Our tensor that it becomes, or becomes a part of."""
+    """What it becomes, or becomes a part of."""
     shape: tuple[int, ...]
     row: Row
     prefix: str = ""
-    """What the names in its layer begin with, in the checkpoint."""
+    """Prefix of the names in its layer, in the checkpoint."""
 
     @property
     def module(self) -> str:
-        """The name without its last part: of a linear layer, for its weight."""
         return self.name.rpartition(".")[0]
 
     @property
     def split_axis(self) -> int | None:
-        """The axis that is divided among ranks."""
         return None if self.row.split is None else self.row.shape.index(self.row.split)
 
     @property
     def source(self) -> str:
-        """The name of the tensor that is divided to make this layer's inputs smaller."""
+        """The tensor that is divided to make this layer's inputs smaller."""
         assert self.row.source is not None
         return self.prefix + self.row.source
 
     def quantized(self, layers: Quantized) -> Iterator[TensorSpec]:
-        """This weight of a linear layer as it is quantised, and what lies behind it. All are divided as it is."""
+        """This linear weight as it is quantised, and what lies behind it. All are divided alike."""
         if not layers.group_size:
             yield self
             yield self._beside(SCALE, self.shape[:1])
@@ -184,20 +178,19 @@ class Quantized:
 
     modules: frozenset[str] = frozenset()
     group_size: int = 0
-    """Of int4 weights: how many inputs share a scale; 0: the weights have 8 bits, with a scale for each output."""
+    """Inputs of int4 weights that share a scale; 0: the weights have 8 bits, with a scale for each output."""
     has_zeros: bool = False
-    """Whether each group of int4 weights has a code of its own that means zero."""
+    """Whether each group of int4 weights has its own code for zero."""
     is_fp8: bool = False
     """Whether weights of 8 bits are float8 e4m3 instead."""
 
     @property
     def codes(self) -> str:
-        """What the weights are: "int8", "int4" or "fp8"."""
+        """Of the weights: "int8", "int4" or "fp8"."""
         return "int4" if self.group_size else "fp8" if self.is_fp8 else "int8"
 
 
 FLOAT = Quantized()
-"""No layers."""
 
 
 @dataclass(frozen=True)
@@ -205,24 +198,19 @@ class Tensors:
     """The tensors that the checkpoint of a model must hold."""
 
     specs: Mapping[str, TensorSpec]
-    """By name in the checkpoint, in the order in which they are loaded."""
+    """By name in the checkpoint, in the order of loading."""
     copies: Mapping[str, str]
-    """Tied tensors: name -> name of the tensor with the same values. A checkpoint may leave them out."""
+    """Tied tensors: name -> tensor with the same values. A checkpoint may leave them out."""
     head: str = HEAD
     """The module of the LM head, tied or not."""
 
     @property
     def linears(self) -> dict[str, TensorSpec]:
-        """The weights of linear layers by module, the head's among them."""
+        """By module, the head's among them."""
         return {spec.module: spec for spec in self.specs.values() if spec.row.linear is not None}
 
     def num_bytes(self, item_size: int, layers: Quantized = FLOAT, ranks: int = 1) -> int:
-        """Bytes of the part of one of ``ranks`` ranks, without padding and the scales of int8 layers.
-
-        Args:
-            item_size: bytes of a float.
-            layers: the quantised linear layers.
-        """
+        """Bytes of one rank's part, without padding and the scales of int8 layers. ``item_size``: bytes of a float."""
         total = 0
         for spec in self.specs.values():
             size: float = item_size
@@ -234,18 +222,12 @@ class Tensors:
         return total
 
     def quantized(self, layers: Collection[str], group_size: int = 0, *, is_fp8: bool = False) -> Quantized:
-        """The modules of the linear layers that ``quantization_exclude`` calls so, symmetric.
-
-        Args:
-            layers: of which.
-            group_size: as in `Quantized`.
-            is_fp8: as in `Quantized`.
-        """
+        """Symmetric, for the linear ``layers`` as ``quantization_exclude`` calls them."""
         modules = (module for module, spec in self.linears.items() if spec.row.linear in layers)
         return Quantized(frozenset(modules), group_size, is_fp8=is_fp8)
 
     def with_scales(self, layers: Quantized) -> Tensors:
-        """These tensors with quantised linear layers, and, behind each weight of those, its scales."""
+        """With quantised linear layers, and their scales behind each weight."""
         specs: dict[str, TensorSpec] = {}
         for spec in self.specs.values():
             is_quantized = spec.row.linear is not None and spec.module in layers.modules
@@ -253,16 +235,8 @@ class Tensors:
         return replace(self, specs=specs)
 
     def check_groups(self, layers: Quantized, ranks: int, sizes: Collection[int]) -> None:
-        """Refuses a split after which groups of int4 weights would lie on two ranks, and experts in int4 or fp8.
-
-        Args:
-            layers: the quantised linear layers.
-            ranks: that split the model.
-            sizes: the numbers of ranks that can split it otherwise.
-
-        Raises:
-            ParameterError: names what is allowed.
-        """
+        """Refuses experts in int4 or fp8, and a split that would put groups of int4 weights on two ranks
+        (ParameterError). ``sizes``: other numbers of ranks that can split the model, for the message."""
         if layers.codes == "int8":
             return
         group, linears = layers.group_size, [s for name, s in self.linears.items() if name in layers.modules]
@@ -294,14 +268,10 @@ class Shard:
 
     rank: int = 0
     size: int = 1
-    """Number of tensor-parallel ranks."""
 
     def slices(self, tensors: Tensors, config: ModelConfig) -> TensorSlices:
-        """The rank's part of every tensor.
-
-        Every rank has the same number of rows of the LM head, so those of the last rank may reach beyond the end of the
-        vocabulary; the rows that the model lacks are padding.
-        """
+        """The rank's part of every tensor. Every rank has the same number of rows of the LM head. The last ones may
+        reach beyond the vocabulary: they are padding."""
         return {
             spec.name: tuple(
                 self._part(spec.row.split, size, config) if axis == spec.split_axis else slice(0, size)
@@ -311,7 +281,6 @@ class Shard:
         }
 
     def _part(self, split: str | None, size: int, config: ModelConfig) -> Selected:
-        """This rank's part of an axis."""
         if split == "qkv_heads" and self.size > 1:  # queries, keys and values of one tensor
             numbers = range(size)
             heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

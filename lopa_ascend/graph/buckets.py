@@ -2,6 +2,9 @@
 
 A graph's shapes never change, so a step runs in the cheapest bucket that holds it, and padding rows fill the rest. Few
 buckets compile and capture fast; more buckets would need less padding.
+
+A full bucket computes every block of every slot. A packed one has fewer **block-rows**, a block of one slot each, and
+computes what differs; see ``policy/packed.py``.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ class Bucket(NamedTuple):
     """Queries that an attention entry has at most; None for any number."""
     logit_shift: int = 1
     """See ``ModelProperties``."""
+    rows: int | None = None
+    """Block-rows of a packed bucket, fewer than there are blocks in all slots; None: the bucket is full."""
 
     @property
     def spans(self) -> int:
@@ -66,22 +71,35 @@ class Bucket(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens that a rank computes in a step."""
-        return self.sequences * self.slots * self.cells
+        return self.writes if self.rows is None else self.rows * self.block_length
 
     @property
     def writes(self) -> int:
         """Cache positions that it may write."""
-        return self.tokens
+        return self.sequences * self.slots * self.cells
 
     @property
     def name(self) -> str:
         """For messages and for files of compiled graphs."""
-        return f"sequences{self.sequences}_blocks{self.blocks}_pages{self.pages}"
+        rows = "" if self.rows is None else f"_rows{self.rows}"
+        return f"sequences{self.sequences}_blocks{self.blocks}{rows}_pages{self.pages}"
 
     @property
     def all_entries(self) -> int:
         """Attention entries of a step on one rank."""
+        if self.rows is not None:
+            return self.rows * len(self.entry_lengths)
         return self.sequences * self.slots * self.entries
+
+    @property
+    def all_slots(self) -> int:
+        """Slots of all sequences on one rank."""
+        return self.sequences * self.slots
+
+    @property
+    def tables(self) -> int:
+        """Page tables that the host writes: of each attention entry, or in a packed bucket of each slot."""
+        return self.all_entries if self.rows is None else self.all_slots
 
     @property
     def max_cells(self) -> int:
@@ -113,15 +131,20 @@ class Buckets:
     declared: tuple[Bucket, ...]
     """In the order of their cost."""
 
-    def choose(self, sequences: int, blocks: int, pages: int) -> Bucket | None:
-        """The cheapest bucket with at least these sizes; None if there is none."""
+    def choose(self, sequences: int, blocks: int, pages: int, rows: int | None = None) -> Bucket | None:
+        """The cheapest bucket with at least these sizes; None if there is none.
+
+        Args:
+            rows: block-rows that the step needs at most; None: it needs a full bucket.
+        """
         for bucket in self.declared:
             if bucket.sequences >= sequences and bucket.blocks >= blocks and bucket.pages >= pages:
-                return bucket
+                if bucket.rows is None or (rows is not None and bucket.rows >= rows):
+                    return bucket
         return None
 
 
-def declare(shape: Bucket, max_tokens: int) -> Buckets:
+def declare(shape: Bucket, max_tokens: int, *, packs: bool = False) -> Buckets:
     """The buckets of an engine.
 
     All have page tables of the same width, which holds the longest sequence: how many keys attention reads is decided
@@ -130,6 +153,8 @@ def declare(shape: Bucket, max_tokens: int) -> Buckets:
     Args:
         shape: the largest sizes that any bucket needs.
         max_tokens: the most tokens that a rank may compute in a step; the smallest bucket exists even if it has more.
+        packs: beside each full bucket there is a packed one of 3/4 of its block-rows, and beside that of the smallest
+            window another one of half of them. So block-rows grow by half or by a third from one bucket to the next.
     """
     blocks_for_branches = -(-shape.branches // shape.block_length)  # a window has a cell for each branch at least
     fewest_blocks = min(max(2, blocks_for_branches), shape.max_blocks)
@@ -140,7 +165,16 @@ def declare(shape: Bucket, max_tokens: int) -> Buckets:
     ]
     smallest = min(bucket.tokens for bucket in buckets)
     affordable = [bucket for bucket in buckets if bucket.tokens <= max(max_tokens, smallest)]
-    return Buckets(tuple(sorted(affordable, key=lambda bucket: (bucket.tokens, bucket.sequences))))
+    if packs and not shape.full_attention and shape.block_length > 1:
+        affordable += [packed for bucket in affordable for packed in _packed(bucket, bucket.blocks == fewest_blocks)]
+    return Buckets(tuple(sorted(affordable, key=lambda bucket: (bucket.tokens, bucket.writes, bucket.sequences))))
+
+
+def _packed(full: Bucket, is_smallest: bool) -> list[Bucket]:
+    """The packed buckets beside a full one."""
+    count = full.all_slots * full.blocks
+    rows = {-(-3 * count // 4), *([-(-count // 2)] if is_smallest else [])} - {count}
+    return [full._replace(rows=number) for number in rows]
 
 
 def ladder(most: int) -> list[int]:

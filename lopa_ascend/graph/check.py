@@ -63,13 +63,22 @@ class StepCheck:
             for layer, cache in enumerate(half):
                 cache[: self._num_pages] = values.roll(layer, 0)
 
-    def write(self, tokens: Tensor, positions: Tensor, page_tables: Tensor, num_written: int, length: int) -> list[int]:
+    def write(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        page_tables: Tensor,
+        num_entries: int,
+        num_written: int,
+        length: int,
+    ) -> list[int]:
         """Writes random inputs of a step into these tensors on the device, the same ones in every call, and clears what
         the step will write.
 
         Args:
             tokens: token ids; half of them become masks.
-            page_tables: of each attention entry.
+            page_tables: of each attention entry, or of each slot.
+            num_entries: attention entries.
             num_written: padding positions that the step writes.
             length: positions of a block; an entry has as many keys at least.
 
@@ -81,10 +90,10 @@ class StepCheck:
         def below(limit: int, *shape: int) -> Tensor:
             return torch.randint(limit, shape, generator=random, dtype=torch.int32)
 
-        config, (num_entries, width) = self._model.config, page_tables.shape
+        config, (num_tables, width) = self._model.config, page_tables.shape
         ids, is_mask = below(config.vocab_size, *tokens.shape), below(2, *tokens.shape) == 0
         first_padding, num_padding = self._pool.num_pages, pages_for(num_written)
-        pages = below(self._num_pages + num_padding, num_entries, width)
+        pages = below(self._num_pages + num_padding, num_tables, width)
         pages += torch.where(pages < self._num_pages, 0, first_padding - self._num_pages)
         least = max(length, MIN_KV_LENGTH)
         most = max(least, min(width * PAGE_SIZE, MAX_KEYS))

@@ -165,7 +165,7 @@ class PassLauncher:
         self._write(None)
         bucket, given = self.bucket, self._views(self._memory)
         given.source.copy_(torch.arange(bucket.writes) % bucket.tokens)
-        return check.write(given.tokens, given.positions, given.page_tables, bucket.writes, bucket.length)
+        return check.write(*given[:2], given.page_tables, bucket.all_entries, bucket.writes, bucket.length)
 
     def _hidden(self, kv_lengths: Sequence[int]) -> Tensor:
         with self._model.tp.ledger.paused():

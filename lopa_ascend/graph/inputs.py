@@ -16,7 +16,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.blocks import threshold_count
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.policy import Launch, RequestParams
+from lopa_ascend.graph.policy import Launch, Packing, RequestParams
 from lopa_ascend.graph.spec import specs
 from lopa_ascend.graph.tensors import ModelInputs, StepInputs
 from lopa_ascend.kv.pages import PAGE_SIZE
@@ -24,6 +24,19 @@ from lopa_ascend.kv.pages import PAGE_SIZE
 NO_TOKEN = -1
 NO_LIMIT = 2**30
 """More blocks than any sequence has."""
+
+
+class BlockRows(NamedTuple):
+    """The block-rows of a packed step, int64 [N] each; 0 of padding."""
+
+    sequence: Tensor
+    """Of the launch."""
+    block: Tensor
+    """Of the window."""
+    place: Tensor
+    """In the sequence's order, see ``policy/packed.py``."""
+    num_used: int
+    """The others are padding."""
 
 
 class HostView(NamedTuple):
@@ -161,6 +174,7 @@ def write_inputs(
     page_tables: Tensor,
     params: RequestParams,
     first_padding_position: int,
+    packed: tuple[Packing, BlockRows] | None = None,
 ) -> Tensor:
     """Fills the inputs of a step.
 
@@ -168,7 +182,8 @@ def write_inputs(
         views: one for each of the S sequences; of padding rows only the seat counts.
         page_tables: page ids by slot, int32 [S, R, P]; -1 if there is no page.
         params: of all seats.
-        first_padding_position: as many cache positions from here on as the bucket has tokens are never read.
+        first_padding_position: as many cache positions from here on as the bucket writes are never read.
+        packed: of a packed bucket, the packing to fill and its block-rows.
 
     Returns:
         The ends of the windows' blocks, int64 [S, W]: in a block-causal window the KV lengths of its entries.
@@ -179,7 +194,11 @@ def write_inputs(
         torch.index_select(values, 0, window.seat.flatten(), out=target)
     _write_launch(launch, own_params.mask, bucket, window, page_tables, first_padding_position)
     first_own_row = len(params.mask) * (1 + bucket.max_blocks)
-    _write_model_inputs(model_inputs, bucket, window, page_tables, first_padding_position, first_own_row)
+    tables = torch.where(page_tables < 0, first_padding_position // PAGE_SIZE, page_tables)
+    if packed is None:
+        _write_model_inputs(model_inputs, bucket, window, tables, first_own_row)
+    else:
+        _write_packed_inputs(model_inputs, *packed, bucket, window, tables, first_own_row)
     return window.block_ends()
 
 
@@ -216,7 +235,7 @@ def _slot_mapping(bucket: Bucket, window: _WindowCells, page_tables: Tensor, fir
     is_private = (column >= window.num_shared_pages) | (torch.arange(bucket.slots)[:, None] == 0)
     has_page = (column < bucket.pages) & (page >= 0)
     is_written = window.has_position.flatten(1)[:, None] & has_page & is_private
-    padding = first_padding_position + torch.arange(bucket.tokens).view(bucket.shape("sequences slots cells"))
+    padding = first_padding_position + torch.arange(bucket.writes).view(bucket.shape("sequences slots cells"))
     mapping: Tensor = torch.where(is_written, page * PAGE_SIZE + position % PAGE_SIZE, padding)
     return mapping
 
@@ -226,13 +245,59 @@ def _write_model_inputs(
     bucket: Bucket,
     window: _WindowCells,
     page_tables: Tensor,
-    first_padding_position: int,
     first_own_row: int,
 ) -> None:
     positions = window.position.flatten(1)[:, None].expand(bucket.shape("sequences slots cells"))
-    padding_page = first_padding_position // PAGE_SIZE
-    tables = torch.where(page_tables < 0, padding_page, page_tables).repeat_interleave(bucket.entries, 1)
+    tables = page_tables.repeat_interleave(bucket.entries, 1)
     _copy(target, (positions, *_hidden_rows(bucket, window, first_own_row), tables))
+
+
+def _write_packed_inputs(
+    target: ModelInputs,
+    packing: Packing,
+    given: BlockRows,
+    bucket: Bucket,
+    window: _WindowCells,
+    page_tables: Tensor,
+    first_own_row: int,
+) -> None:
+    S, R, W, N, L = bucket.shape("sequences slots blocks rows block_length")
+    sequence, block, place, count = given
+    numbers, is_anchor = torch.arange(N), place == 0
+    is_anchor[count:] = False
+    rows_before, save_rows = _seat_rows(bucket, window)
+    token_numbers = torch.arange(N * L).view(N, L)
+    rows, last_cell = first_own_row + token_numbers, _last_cell(window)[sequence]
+    end_rows = torch.where(is_anchor, save_rows[sequence, block], rows[numbers, last_cell])
+    rows[numbers, last_cell] = end_rows
+    predicted_by = rows.roll(1, 1) if bucket.logit_shift else rows
+    starts, others = torch.full((S, W), -1), torch.full((S, W), -1)
+    starts[sequence[:count].flip(0), block[:count].flip(0)] = numbers[:count].flip(0)
+    others.index_put_((sequence[:count], block[:count]), torch.ones(count, dtype=torch.int64), accumulate=True)
+    starts = torch.where(starts < 0, starts[:, :1], starts)
+    positions = window.position.expand(S, W, L)[sequence, block]
+    _copy(target, (positions, rows, predicted_by, save_rows, save_rows, page_tables))
+    first_slots, first_blocks = R * sequence, R * W * sequence + block
+    values = first_slots + place, first_slots, first_blocks, starts, others, end_rows, rows_before, token_numbers
+    _copy(packing, [each.clamp_min(0) for each in values])
+
+
+def block_rows(counts: Sequence[Sequence[int]], num_rows: int) -> BlockRows:
+    """The block-rows of a packed step.
+
+    Args:
+        counts: by sequence and block of its window, how many slots may compute it.
+        num_rows: of the bucket, no fewer than these.
+    """
+    each = [
+        (number, block, place)
+        for number, of_sequence in enumerate(counts)
+        for block, count in enumerate(of_sequence)
+        for place in range(count)
+    ]
+    padding = [(0, 0, 0)] * (num_rows - len(each))
+    sequence, block, place = torch.tensor([*each, *padding]).unbind(1)
+    return BlockRows(sequence, block, place, len(each))
 
 
 def _hidden_rows(bucket: Bucket, window: _WindowCells, first_own_row: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -242,12 +307,9 @@ def _hidden_rows(bucket: Bucket, window: _WindowCells, first_own_row: int) -> tu
         first_own_row: row of ``Storage.hidden`` from which on rows are of this step alone.
     """
     S, R, W, L = bucket.shape("sequences slots blocks block_length")
-    rows_per_seat = 1 + bucket.max_blocks
-    seat, start = window.seat.view(S, 1), window.start.view(S, 1)
-    saved = seat * rows_per_seat + (start + torch.arange(1 + W)) % rows_per_seat
-    before_window, save_rows = saved[:, 0], saved[:, 1:]
+    before_window, save_rows = _seat_rows(bucket, window)
     rows = first_own_row + torch.arange(bucket.tokens).view(S, R, -1)
-    last_cell = torch.arange(W) * L + (window.block_size.view(S, 1) - 1).clamp_min(0)  # [S, W]
+    last_cell = torch.arange(W) * L + _last_cell(window)[:, None]  # [S, W]
     block_ends = rows[:, 0].gather(1, last_cell)
     if not bucket.full_attention:
         rows[:, 0] = rows[:, 0].scatter(1, last_cell, save_rows)
@@ -256,6 +318,19 @@ def _hidden_rows(bucket: Bucket, window: _WindowCells, first_own_row: int) -> tu
         predicted_by = rows.gather(2, _cells_before(bucket, window).expand(S, R, -1))
         predicted_by[:, :, 0] = before_window[:, None]
     return rows, predicted_by, block_ends, save_rows
+
+
+def _seat_rows(bucket: Bucket, window: _WindowCells) -> tuple[Tensor, Tensor]:
+    """Rows of ``Storage.hidden`` for the states before the windows [S], and at the ends of their blocks [S, W]."""
+    rows_per_seat = 1 + bucket.max_blocks
+    seat, start = window.seat.view(-1, 1), window.start.view(-1, 1)
+    saved = seat * rows_per_seat + (start + torch.arange(1 + bucket.blocks)) % rows_per_seat
+    return saved[:, 0], saved[:, 1:]
+
+
+def _last_cell(window: _WindowCells) -> Tensor:
+    """Of a sequence's blocks, int64 [S]."""
+    return (window.block_size.view(-1) - 1).clamp_min(0)
 
 
 def _cells_before(bucket: Bucket, window: _WindowCells) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
@@ -16,14 +17,25 @@ from lopa_ascend.config import GraphParams
 from lopa_ascend.core import Sequence
 from lopa_ascend.graph.buckets import Bucket, Buckets
 from lopa_ascend.graph.check import StepCheck
-from lopa_ascend.graph.inputs import HostView, write_inputs
+from lopa_ascend.graph.inputs import BlockRows, HostView, block_rows, write_inputs
 from lopa_ascend.graph.policy import Constants
 from lopa_ascend.graph.seats import Seats
 from lopa_ascend.graph.step import DecodeStep
-from lopa_ascend.graph.tensors import Caches, flatten, input_size, make_constants, view_inputs, view_output
+from lopa_ascend.graph.tensors import (
+    Caches,
+    flatten,
+    input_size,
+    make_constants,
+    view_inputs,
+    view_output,
+    view_packing,
+)
 from lopa_ascend.kv.pages import PAGE_SIZE
-from lopa_ascend.probe import Probe
+from lopa_ascend.probe import Probe, no_probe
 from lopa_ascend.score.greedy import GreedyScore, Scored
+
+Counts = tuple[tuple[int, ...], ...]
+"""By sequence and block of its window, how many slots may compute the block; see ``policy/packed.py``."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,18 @@ class InputMemory:
         """KV length of each attention entry."""
 
 
+def filled_up(counts: Counts, bucket: Bucket) -> Counts:
+    """Counts that use more of a packed bucket's block-rows: then inputs change less often."""
+    spare, filled = (bucket.rows or 0) - sum(map(sum, counts)), list[tuple[int, ...]]()
+    for of_sequence in counts:
+        more = list[int]()
+        for count in reversed(of_sequence):
+            more.append(min(bucket.slots, count + spare))
+            spare -= more[-1] - count
+        filled.append(tuple(reversed(more)))
+    return tuple(filled)
+
+
 class Launcher:
     """The compiled step of one bucket."""
 
@@ -73,7 +97,8 @@ class Launcher:
         self._memory = memory.tensor[: input_size(step.bucket)]
         constants = make_constants(self.bucket, graphs.first_padding_position)
         on_device = Constants(*(tensor.to(self._memory.device) for tensor in constants))
-        self._tensors = flatten(view_inputs(self._memory, self.bucket), on_device, seats.storage, caches)
+        inputs, packing = view_inputs(self._memory, self.bucket), view_packing(self._memory, self.bucket)
+        self._tensors = flatten(inputs, on_device, seats.storage, caches, packing)
         # Collectives inside a graph do not count themselves.
         self._traffic = [] if graphs.compiler.mode == "eager" else step.traffic()
         self._run: Run | None = None
@@ -114,24 +139,66 @@ class Launcher:
         bucket, num_seats = self.bucket, self._seats.num_seats
         rows = range(num_seats, num_seats + bucket.sequences)
         views = [HostView(row, block_size=bucket.block_length, num_positions=bucket.cells) for row in rows]
-        self._write_anew(views, (), ())
+        self._write_anew(views, (), (), self._take_lookaheads())
         self._shared.key = None
         self._seats.storage.hidden.zero_()
         launch, _, inputs = view_inputs(self._memory, bucket)
-        return check.write(launch.new_tokens, inputs.positions, inputs.page_tables, bucket.writes, bucket.block_length)
+        targets = launch.new_tokens, inputs.positions, inputs.page_tables
+        return check.write(*targets, bucket.all_entries, bucket.writes, bucket.block_length)
+
+    def _take_lookaheads(self) -> tuple[tuple[int, ...], ...]:
+        """Gives padding rows lookahead branches that fill a packed bucket, one after the other from the first block on;
+        returns how many slots compute each block, by sequence. In a full bucket there are none."""
+        bucket, storage = self.bucket, self._seats.storage
+        if bucket.rows is None:
+            return ()
+        num_rows = bucket.rows // bucket.sequences  # of each sequence
+        if self._step.bp.size > 1:
+            return ((bucket.slots,) * (num_rows // bucket.slots),) * bucket.sequences
+        num_blocks = min(num_rows, bucket.blocks)
+        counts, spare, own_blocks = [1] * num_blocks, num_rows - num_blocks, list[int]()
+        while spare and len(own_blocks) < bucket.slots - 1:
+            own_blocks.append(max(0, num_blocks - spare))
+            spare -= num_blocks - own_blocks[-1]
+            counts = [count + (own_blocks[-1] <= block) for block, count in enumerate(counts)]
+        states = torch.zeros(bucket.state_size, dtype=torch.int32)
+        states[-bucket.branches :] = -1
+        for branch, block in enumerate(own_blocks):
+            states[branch - bucket.branches] = block * bucket.block_length + branch % bucket.block_length
+        storage.states[self._seats.num_seats :] = states.view(torch.float32).to(storage.states.device)
+        return (tuple(counts),) * bucket.sequences
 
     def hidden(self, kv_lengths: List[int]) -> Tensor:
-        """See ``DecodeStep.hidden``."""
+        """The hidden states [T, hidden] that predict the cells of all slots; see ``DecodeStep.hidden``."""
         with self._step.bp.ledger.paused():
-            return self._step.hidden(self._tensors, kv_lengths)[1]
+            _, layout, hidden = self._step.hidden(self._tensors, kv_lengths)
+        if layout is None:
+            return hidden
+        return hidden.view(-1, self.bucket.block_length, hidden.shape[1])[layout.rows.long()].flatten(0, 1)
 
     def _predicted(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens and the probabilities of this rank's rows, on the host."""
         found, bp = view_output(output.cpu(), self.bucket, self._step.score.num_columns), self._step.bp
         return found.ids[:, bp.rank :: bp.size], found.max_probs[:, bp.rank :: bp.size]
 
-    def launch(self, sequences: list[Sequence], views: list[HostView], probe: Probe) -> Callable[[], Tensor]:
+    def seconds(self) -> float:
+        """How long a step of padding rows takes, with few keys."""
+        times = []
+        for _ in range(3):  # the first writes the inputs
+            begin = time.perf_counter()
+            with self._step.bp.ledger.paused():
+                read = self.launch([], [], (), no_probe)
+            read()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    def launch(
+        self, sequences: list[Sequence], views: list[HostView], counts: Counts, probe: Probe
+    ) -> Callable[[], Tensor]:
         """Starts one step of some sequences.
+
+        Args:
+            counts: in a packed bucket, by sequence how many slots may compute each block of its window.
 
         Returns:
             A function that waits for the step's output and returns it, int32 [n] on the host.
@@ -140,18 +207,19 @@ class Launcher:
         for group, sent in self._traffic:
             group.ledger.add(sent.purpose, sent.num_bytes, sent.calls)
         with probe("inputs", self.bucket):
-            kv_lengths = self._write(sequences, views)
+            kv_lengths = self._write(sequences, views, counts)
         return self._step.model.ops.read_later(self._run(kv_lengths), self._step.bp.while_waiting)
 
-    def _write(self, sequences: list[Sequence], views: list[HostView]) -> list[int]:
+    def _write(self, sequences: list[Sequence], views: list[HostView], counts: Counts = ()) -> list[int]:
         """Writes the inputs to the device, unless it has them from the last launch; returns the KV length of each
         attention entry."""
         tables = tuple(tuple(map(tuple, sequence.page_tables.by_slot)) for sequence in sequences)
         branch_ends = tuple(tuple(row.end for row in sequence.next_pass.rows) for sequence in sequences)
         ends_seen = branch_ends if self.bucket.full_attention else ()  # of the keys in each branch's entry
-        key = self.bucket, self._seats.num_taken, tuple(views), tables, ends_seen
+        counts = () if self.bucket.rows is None else filled_up(counts, self.bucket)
+        key = self.bucket, self._seats.num_taken, tuple(views), tables, ends_seen, counts
         if self._shared.key != key:
-            self._shared.kv_lengths = self._write_anew(views, tables, ends_seen)
+            self._shared.kv_lengths = self._write_anew(views, tables, ends_seen, counts)
             self._shared.key = key
             self._shared.num_written += 1
         return self._shared.kv_lengths
@@ -161,12 +229,14 @@ class Launcher:
         views: list[HostView],
         tables: tuple[tuple[tuple[int, ...], ...], ...],
         branch_ends: tuple[tuple[int, ...], ...],
+        counts: Counts,
     ) -> list[int]:
         """Writes the inputs to the device; returns the KV length of each attention entry.
 
         Args:
             tables: page ids by sequence and slot.
             branch_ends: with full attention, the end of the window by sequence and branch.
+            counts: see ``launch``.
         """
         bucket = self.bucket
         page_tables = np.full(bucket.shape("sequences slots pages"), -1, dtype=np.int32)
@@ -176,6 +246,9 @@ class Launcher:
                 page_tables[row, slot, : len(pages)] = pages
         padding = [self._seats.padding_view(row) for row in range(len(views), bucket.sequences)]
         on_host = self._step.model.ops.host_memory(len(self._memory))
+        packing, rows = view_packing(on_host, bucket), None
+        if bucket.rows is not None:
+            rows = block_rows(counts, bucket.rows)
         block_ends = write_inputs(
             view_inputs(on_host, bucket),
             bucket,
@@ -183,19 +256,25 @@ class Launcher:
             torch.from_numpy(page_tables),
             self._seats.params,
             self._graphs.first_padding_position,
+            None if packing is None or rows is None else (packing, rows),
         )
         self._memory.copy_(on_host, non_blocking=True)
-        return self._kv_lengths(block_ends, branch_ends)
+        return self._kv_lengths(block_ends, branch_ends, rows)
 
-    def _kv_lengths(self, block_ends: Tensor, branch_ends: tuple[tuple[int, ...], ...]) -> list[int]:
+    def _kv_lengths(
+        self, block_ends: Tensor, branch_ends: tuple[tuple[int, ...], ...], rows: BlockRows | None
+    ) -> list[int]:
         """The KV length of each attention entry.
 
         Args:
             block_ends: the ends of the windows' blocks, int64 [S, W].
             branch_ends: see ``_write_anew``.
+            rows: of a packed bucket.
         """
         bucket = self.bucket
-        if bucket.full_attention:
+        if rows is not None:
+            kv_lengths = block_ends[rows.sequence, rows.block].numpy()
+        elif bucket.full_attention:
             kv_lengths = np.zeros(bucket.shape("sequences slots"), dtype=np.int64)
             for row, ends in enumerate(branch_ends):
                 kv_lengths[row, : len(ends)] = ends

@@ -125,13 +125,13 @@ def plan_graphs(
         ParameterError: the largest window has fewer positions than a graph has branches.
     """
     shape = _largest(config, properties, max_model_len, max_queries)
-    steps = () if properties.is_causal else _windows(config, shape, max_tokens)
     forwards = _rows(config, shape, max_tokens) if properties.is_causal else ()
     params = config.graph_params
     key = repr((identity, config.dtype, config.tensor_parallel_size, config.branch_parallel_size, params))
     compiler = load_compiler(
         config.device, config.graph_mode, key=f"{key} {config.attention_layout}", cache_dir=config.graph_cache
     )
+    steps = () if properties.is_causal else _windows(config, shape, max_tokens, packs=compiler.packs)
     plan = GraphPlan(shape, steps, forwards, compiler)
     compiler.check_buckets([bucket.name for bucket in plan.declared])
     return plan
@@ -156,8 +156,8 @@ def _largest(config: EngineConfig, properties: ModelProperties, max_model_len: i
     )
 
 
-def _windows(config: EngineConfig, shape: Bucket, max_tokens: int) -> tuple[Bucket, ...]:
-    """The buckets of decode steps.
+def _windows(config: EngineConfig, shape: Bucket, max_tokens: int, *, packs: bool) -> tuple[Bucket, ...]:
+    """The buckets of decode steps; see ``buckets.declare``.
 
     Raises:
         ParameterError: the largest window has fewer positions than a graph has branches.
@@ -168,7 +168,7 @@ def _windows(config: EngineConfig, shape: Bucket, max_tokens: int) -> tuple[Buck
             "branches of a graph; choose more or longer blocks (block_size), or fewer branches (num_branches)"
         )
         raise ParameterError("graph_window_blocks", message)
-    declared = declare(shape, max_tokens).declared
+    declared = declare(shape, max_tokens, packs=packs).declared
     most_blocks = max(bucket.blocks for bucket in declared)
     if most_blocks < shape.blocks:
         logger.info(SMALL_WINDOWS, most_blocks, shape.blocks, max_tokens)

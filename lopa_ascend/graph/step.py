@@ -14,7 +14,7 @@ from torch import Tensor
 from lopa_ascend.backend.interface import Entries
 from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.tensors import ModelInputs, unflatten
+from lopa_ascend.graph.tensors import Caches, ModelInputs, StepInputs, Storage, unflatten, unpacked
 from lopa_ascend.model.base import ForwardInputs, Model
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.score.greedy import GreedyScore
@@ -35,14 +35,12 @@ class DecodeStep:
     ) -> None:
         self.bucket, self.model, self.score, self.bp = bucket, model, score, bp
         self._branch_acceptance = branch_acceptance
-        entries_per_sequence = bucket.slots * bucket.entries
-        num_entries = bucket.sequences * entries_per_sequence
-        self._lengths = bucket.entry_lengths * (bucket.sequences * bucket.slots * bucket.spans)
-        self._prefix_groups = tuple(entry // entries_per_sequence for entry in range(num_entries))
-        self._prefixes = (0,) * bucket.sequences
+        self._lengths = bucket.entry_lengths * (bucket.all_entries // len(bucket.entry_lengths))
+        self._prefix_groups = (0,) * bucket.all_entries
         self._scored_shape = bucket.shape("sequences slots cells")
         # The compiler of torch 2.10 cannot trace properties of a NamedTuple.
-        self._cells, self._max_cells = bucket.cells, bucket.max_cells
+        self._cells, self._max_cells, self._length = bucket.cells, bucket.max_cells, bucket.block_length
+        self._blocks_shape, self._entries_per_row = bucket.shape("sequences slots blocks"), len(bucket.entry_lengths)
 
     def __call__(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int] | Tensor) -> Tensor:
         """Runs the step; it is what a compiler compiles.
@@ -54,11 +52,12 @@ class DecodeStep:
         Returns:
             A ``StepOutput`` as int32, one tensor after the other; see ``tensors.view_output``.
         """
-        (launch, params, inputs), constants, storage, _ = unflatten(tensors)
+        (launch, params, inputs), constants, storage, _ = self._unflatten(tensors)[0]
         ops = self.model.ops
-        rows, hidden = self.hidden(tensors, kv_lengths)
-        scored = self.score(self.model.logits(hidden))
-        predicted, bits = self._gather([column.view(self._scored_shape) for column in scored[: self.score.num_columns]])
+        rows, layout, hidden = self.hidden(tensors, kv_lengths)
+        scored = self.score(self.model.logits(hidden))[: self.score.num_columns]
+        own = [self.of_slots(column, layout).view(self._scored_shape) for column in scored]
+        predicted, bits = self._gather(own)
         after, winner = policy.advance(rows, predicted, launch, params, constants, self._branch_acceptance)
         ops.put_rows(storage.states, launch.seats, policy.pack_state(after, self._max_cells))
         if self.bucket.full_attention:
@@ -66,10 +65,12 @@ class DecodeStep:
             ops.put_rows(storage.hidden, inputs.save_rows.view(-1), saved)
         return torch.cat([column.reshape(-1) for column in (winner.int(), after.tokens, *bits)])
 
-    def hidden(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int] | Tensor) -> tuple[policy.Rows, Tensor]:
-        """The part of the step before the scores: the branches, and the hidden states [T, hidden] that predict the
-        cells of this rank's branches."""
-        (launch, params, inputs), constants, storage, (k_caches, v_caches) = unflatten(tensors)
+    def hidden(
+        self, tensors: Sequence[Tensor], kv_lengths: Sequence[int] | Tensor
+    ) -> tuple[policy.Rows, policy.Layout | None, Tensor]:
+        """The part of the step before the scores: the branches; of a packed bucket, where what is computed; and the
+        hidden states [T, hidden] that predict the cells of the computed tokens."""
+        ((launch, params, inputs), constants, storage, caches), packing = self._unflatten(tensors)
         state = policy.unpack_state(storage.states, launch, self._max_cells)
         rows = policy.branch_rows(state, launch, params, constants)
         tokens, slot_mapping = policy.rows_of_group(
@@ -80,31 +81,46 @@ class DecodeStep:
             self.bp.rank,
             full_attention=self.bucket.full_attention,
         )
-        forward = self._forward_inputs(inputs, tokens, slot_mapping, kv_lengths)
-        hidden = self.model.forward(forward, k_caches, v_caches)
-        self.model.ops.put_rows(storage.hidden, inputs.hidden_rows, hidden)
-        return rows, storage.hidden.index_select(0, inputs.predicted_by)
-
-    def _forward_inputs(
-        self, inputs: ModelInputs, tokens: Tensor, slot_mapping: Tensor, kv_lengths: Sequence[int] | Tensor
-    ) -> ForwardInputs:
+        page_tables, source, predicted_by, layout = inputs.page_tables, None, inputs.predicted_by, None
+        if packing is not None:
+            layout = policy.layout(rows, launch, packing, constants, self.bp.size)
+            tokens = tokens.reshape(-1, self._length).index_select(0, layout.blocks)
+            slots = layout.slots[:, None].expand(-1, self._entries_per_row).reshape(-1)
+            page_tables = inputs.page_tables.index_select(0, slots)
+            source = packing.token_numbers.index_select(0, layout.rows).view(-1)
+            if self.bucket.logit_shift:
+                predicted_by = self._predicted_by(inputs, packing, layout)
         on_host, on_device = ((), kv_lengths) if isinstance(kv_lengths, Tensor) else (tuple(kv_lengths), None)
-        entries = Entries(
-            self._lengths,
-            on_host,
-            inputs.page_tables,
-            self._prefix_groups,
-            self._prefixes,
-            kv_lengths_on_device=on_device,
-        )
-        return ForwardInputs(
-            tokens=tokens.reshape(-1),
-            positions=inputs.positions,
-            slot_mapping=slot_mapping.view(-1),
-            source=None,
-            entries=entries,
-            rows=None,
-        )
+        entries = Entries(self._lengths, on_host, page_tables, self._prefix_groups, (0,), on_device)
+        forward = ForwardInputs(tokens.reshape(-1), inputs.positions, slot_mapping.view(-1), source, entries, rows=None)
+        hidden = self.model.forward(forward, *caches)
+        self.model.ops.put_rows(storage.hidden, inputs.hidden_rows, hidden)
+        return rows, layout, storage.hidden.index_select(0, predicted_by)
+
+    def of_slots(self, column: Tensor, layout: policy.Layout | None) -> Tensor:
+        """Values of all slots' tokens, from those of the computed tokens [T]."""
+        if layout is None:
+            return column
+        return column.view(-1, self._length).index_select(0, layout.rows).view(-1)
+
+    def _unflatten(
+        self, tensors: Sequence[Tensor]
+    ) -> tuple[tuple[StepInputs, policy.Constants, Storage, Caches], policy.Packing | None]:
+        """See ``tensors.unflatten``, and the packing of a packed bucket."""
+        if self.bucket.rows is None:
+            return unflatten(tensors), None
+        others, packing = unpacked(tensors)
+        return unflatten(others), packing
+
+    def _predicted_by(self, inputs: ModelInputs, packing: policy.Packing, layout: policy.Layout) -> Tensor:
+        """``ModelInputs.predicted_by`` of a packed bucket. The block before a block-row's may be computed in another
+        slot."""
+        S, R, W = self._blocks_shape
+        ends = packing.end_rows.index_select(0, layout.rows).view(S, R, W)
+        before = torch.cat([packing.rows_before.view(S, 1, 1).expand(S, R, 1), ends[..., :-1]], 2)
+        first = before.view(-1).index_select(0, layout.blocks)
+        others = inputs.predicted_by.view(-1, self._length)[:, 1:]
+        return torch.cat([first[:, None], others], 1).view(-1)
 
     def _block_ends(self, inputs: ModelInputs, winner: Tensor) -> Tensor:
         """Rows of ``Storage.hidden`` with the hidden states at the ends of blocks in the winner's slot, int [S * W].
@@ -135,5 +151,5 @@ class DecodeStep:
         sent = [*self.model.traffic(num_computed), *self.score.traffic(num_computed)]
         by_group = [(self.model.tp, traffic) for traffic in sent]
         if self.bp.size > 1:
-            by_group.append((self.bp, Traffic("branches", 1, 4 * self.score.num_columns * num_computed)))
+            by_group.append((self.bp, Traffic("branches", 1, 4 * self.score.num_columns * self.bucket.writes)))
         return by_group

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.policy import Constants, Launch, RequestParams
+from lopa_ascend.graph.policy import Constants, Launch, Packing, RequestParams
 from lopa_ascend.graph.spec import float32, int32, num_elements, specs, views
 
 
@@ -29,14 +29,15 @@ class ModelInputs(NamedTuple):
     attention all tokens do, and the states at the winner's block ends are copied to the seat afterwards
     (``save_rows``)."""
     predicted_by: Annotated[Tensor, int32("tokens")]
-    """Row of ``Storage.hidden`` that predicts each token's cell."""
+    """Row of ``Storage.hidden`` that predicts each token's cell. In a packed bucket, what a shift of the logits says of
+    the first cells of blocks has no meaning: which slot computes the block before is known on the device alone."""
     block_ends: Annotated[Tensor, int32("sequences blocks")]
     """With full attention, rows of ``Storage.hidden`` with the hidden states at the ends of blocks, in slot 0."""
     save_rows: Annotated[Tensor, int32("sequences blocks")]
     """With full attention, rows of ``Storage.hidden`` to which the hidden states at the ends of blocks in the winner's
     slot are copied, for later steps."""
-    page_tables: Annotated[Tensor, int32("all_entries pages")]
-    """Page ids of each attention entry."""
+    page_tables: Annotated[Tensor, int32("tables pages")]
+    """Page ids of each attention entry, in a packed bucket of each slot."""
 
 
 StepInputs = tuple[Launch, RequestParams, ModelInputs]
@@ -75,8 +76,18 @@ _Group = TypeVar("_Group", Launch, RequestParams, ModelInputs, Constants)
 
 
 def input_size(bucket: Bucket) -> int:
-    """32-bit elements of a bucket's ``StepInputs``."""
-    return sum(num_elements(group, bucket) for group in (Launch, RequestParams, ModelInputs))
+    """32-bit elements of a bucket's ``StepInputs`` and, if it is packed, of its ``Packing``."""
+    packing = 0 if bucket.rows is None else num_elements(Packing, bucket)
+    return packing + sum(num_elements(group, bucket) for group in (Launch, RequestParams, ModelInputs))
+
+
+def view_packing(memory: Tensor, bucket: Bucket) -> Packing | None:
+    """The packing of a packed bucket, in the last of the first ``input_size`` elements of ``memory`` int32; None if the
+    bucket is full."""
+    if bucket.rows is None:
+        return None
+    end = input_size(bucket)
+    return Packing(*views(memory[end - num_elements(Packing, bucket) : end], specs(Packing).values(), bucket))
 
 
 def view_inputs(memory: Tensor, bucket: Bucket) -> StepInputs:
@@ -102,14 +113,22 @@ def view_output(memory: Tensor, bucket: Bucket, num_columns: int) -> StepOutput:
     return StepOutput(winners, tokens, ids, max_probs, *(others or [max_probs]))
 
 
-def flatten(inputs: StepInputs, constants: Constants, storage: Storage, caches: Caches) -> list[Tensor]:
+def flatten(
+    inputs: StepInputs, constants: Constants, storage: Storage, caches: Caches, packing: Packing | None = None
+) -> list[Tensor]:
     """The arguments of a compiled step in one list. A step is compiled for the shapes of all of them."""
     launch, params, model = inputs
-    return [*launch, *params, *model, *constants, *storage, *caches[0], *caches[1]]
+    return [*launch, *params, *model, *constants, *storage, *caches[0], *caches[1], *(packing or ())]
+
+
+def unpacked(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Packing]:
+    """The arguments of a packed step: those of any step, and the packing."""
+    count = len(Packing._fields)
+    return tensors[:-count], Packing(*tensors[-count:])
 
 
 def unflatten(tensors: Sequence[Tensor]) -> tuple[StepInputs, Constants, Storage, Caches]:
-    """The inverse of ``flatten``."""
+    """The inverse of ``flatten``, without a packing."""
     launch, rest = _take(Launch, tensors)
     params, rest = _take(RequestParams, rest)
     model, rest = _take(ModelInputs, rest)
@@ -125,9 +144,9 @@ def _take(kind: type[_Group], tensors: Sequence[Tensor]) -> tuple[_Group, Sequen
 
 
 def make_constants(bucket: Bucket, first_padding_position: int) -> Constants:
-    """The constants of a bucket. As many cache positions from ``first_padding_position`` on as the bucket has tokens
-    are never read."""
-    padding = first_padding_position + torch.arange(bucket.tokens, dtype=torch.int32)
+    """The constants of a bucket. As many cache positions from ``first_padding_position`` on as the bucket writes are
+    never read."""
+    padding = first_padding_position + torch.arange(bucket.writes, dtype=torch.int32)
     branch, cell = torch.arange(bucket.branches, dtype=torch.int32), torch.arange(bucket.cells)
     return Constants(
         branches=branch,

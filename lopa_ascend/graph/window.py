@@ -25,6 +25,32 @@ def next_window(sequence: Sequence, *, in_flight: bool) -> range:
     return range(start, max(min(num_opened + in_flight, max_opened_blocks(strategy)), start + 1))
 
 
+def block_rows(sequence: Sequence, window: range, *, in_flight: bool, slots: int, num_groups: int) -> tuple[int, ...]:
+    """For each block of the next step's window how many slots may have to compute it; see ``policy/packed.py``.
+
+    While a step is in flight it is not known which masks the lookahead branches of the next one will fill. But each of
+    them fills another mask, and the block of one, or an earlier block, has at most the masks that the anchor has there
+    now, less the one that the step in flight fills at least.
+
+    Args:
+        window: what ``next_window`` gave.
+        slots: of a sequence on one rank.
+        num_groups: branch-parallel groups.
+    """
+    if num_groups > 1:
+        return (slots,) * len(window)
+    strategy, (*lookaheads, _) = sequence.strategy, sequence.next_pass.rows
+    if not in_flight:
+        own_blocks = [num_blocks(strategy, row.compute_from) for row in lookaheads]
+        return tuple(1 + sum(own <= block for own in own_blocks) for block in window)
+    counts, most, masks = [], min(strategy.params.lookaheads, slots - 1), -1
+    blocks = strategy.anchor.blocks[1:]
+    for number in window:
+        masks += blocks[number].masks if number < len(blocks) else strategy.params.block_size
+        counts.append(1 + max(0, min(most, masks)))
+    return tuple(counts)
+
+
 def end_of_blocks(sequence: Sequence, count: int) -> int:
     """The position after the first ``count`` generated blocks."""
     request = sequence.request

@@ -20,8 +20,6 @@ _CACHED = "models--"
 
 
 class Name(NamedTuple):
-    """What a setting names on the hub."""
-
     param: str
     """The setting: "model" or "lora"."""
     repository: str
@@ -31,8 +29,8 @@ class Name(NamedTuple):
 
 
 def on_this_machine(config: EngineConfig) -> EngineConfig:
-    """The configuration with directories of this machine in place of names on the hub, ORG/NAME or ORG/NAME@REVISION.
-    What is not here yet is downloaded, if it fits into memory and onto the disk. A path that exists is no name.
+    """Replaces names on the hub, ORG/NAME or ORG/NAME@REVISION, by directories of this machine. Downloads what is
+    missing, if it fits into memory and onto the disk. A path that exists is no name.
 
     Raises:
         ParameterError: the hub cannot be reached or has no such repository, the model is of no known family, or it does
@@ -53,15 +51,9 @@ def on_this_machine(config: EngineConfig) -> EngineConfig:
 
 
 def directory_of(text: str, param: str = "model", *, with_weights: bool = True) -> Path:
-    """The directory that a path or a name on the hub means, for tools that do not load a model for decoding.
-
-    Args:
-        param: the setting that messages name: "model" or "lora".
-        with_weights: False: a model's JSON files are enough.
-
-    Raises:
-        ParameterError: as ``on_this_machine``; whether the model fits is not looked at.
-    """
+    """The directory that a path or a name on the hub means, for tools that do not decode with it. ``param`` is the
+    setting that messages name, "model" or "lora"; without ``with_weights`` a model's JSON files are enough. Raises
+    ParameterError as ``on_this_machine``; whether the model fits is not looked at."""
     if (name := name_in(text, param)) is None:
         return Path(text)
     from lopa_ascend.hub.repository import Repository  # imports huggingface_hub
@@ -73,10 +65,8 @@ def directory_of(text: str, param: str = "model", *, with_weights: bool = True) 
 
 
 def name_in(text: str | None, param: str = "model") -> Name | None:
-    """What a value names on the hub; None if it is a path of something that exists, or no such name.
-
-    A directory of the cache that is not here, since another machine has named it, is the name of its commit.
-    """
+    """What a value names on the hub; None if it is a path of something that exists, or no such name. A directory of the
+    cache that is not here, since another machine has named it, is the name of its commit."""
     if text is None or os.path.exists(text):
         return None
     if (cached := repository_of(Path(text))) is not None:

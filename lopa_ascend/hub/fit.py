@@ -43,8 +43,6 @@ print(device.usable_memory(1, float(sys.argv[2]) if sys.argv[2:] else None))
 
 @dataclass(frozen=True)
 class _Found:
-    """What is known of a model."""
-
     name: str
     config: ModelConfig
     family: Family | None
@@ -52,7 +50,7 @@ class _Found:
     stored: int
     """Bytes of its weights in files."""
     form: str | None
-    """What linear layers are stored as, "int8", "int4" or "fp8"; None: floats."""
+    """Of stored linear layers: "int8", "int4" or "fp8"; None: floats."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class _Need:
 
     weights: int
     pages: int
-    """The KV pages of one request of ``positions`` positions, or those of ``kv_cache_memory``."""
+    """Of one request of ``positions`` positions, or ``kv_cache_memory``."""
     step: int
     positions: int
     dtype: str
@@ -79,17 +77,12 @@ class _Need:
 
 
 def check_fit(name: str, engine: EngineConfig, directory: Path, stored: int) -> str:
-    """Says what a model takes of the memory that is free, for the user.
-
-    Args:
-        name: of the model.
-        engine: how it is to run.
-        directory: has its JSON files.
-        stored: bytes of its weights.
+    """Says for the user what a model takes of the free memory. ``directory`` has its JSON files; ``stored``: bytes of
+    its weights.
 
     Raises:
-        ParameterError: no family of this engine has the model; or it does not fit: the message names a setting with
-            which it does, if there is one.
+        ParameterError: no family has the model; or it does not fit: the message names a setting with which it does, if
+            there is one.
     """
     found = _read(name, directory, stored)
     _check_device(engine, found)
@@ -164,8 +157,8 @@ def _need(engine: EngineConfig, found: _Found) -> _Need:
 
 
 def step_bytes(model: ModelConfig, tokens: int, item: int, tp: int) -> int:
-    """Bytes of what a step holds beside weights and pages at most: of a layer the residual, its norm and what goes
-    into and out of the widest linear layers; and a piece of the logits with its statistics."""
+    """The most bytes of a step beside weights and pages: a layer's residual and norm, inputs and outputs of its widest
+    linear layers; and a piece of the logits with its statistics."""
     sizes = sizes_of(model)
     experts = model.experts
     inner = sizes["inner"] if experts is None else experts.per_token * experts.inner + experts.shared_inner
@@ -174,12 +167,8 @@ def step_bytes(model: ModelConfig, tokens: int, item: int, tp: int) -> int:
 
 
 def _free_memory(engine: EngineConfig) -> int:
-    """Bytes that each rank has. A device other than the CPU is asked by another process: this one may be that of an
-    HTTP server, which has no torch and holds nothing there.
-
-    Raises:
-        ParameterError: the device cannot be used.
-    """
+    """Bytes for each rank. Another process asks a device other than the CPU: this one may be an HTTP server's, without
+    torch. Raises ParameterError if the device cannot be used."""
     device = find_device(engine.device)
     if device.on_host:
         return device.free_memory(engine.world_size)
@@ -193,7 +182,7 @@ def _free_memory(engine: EngineConfig) -> int:
 
 
 def _alternatives(engine: EngineConfig, found: _Found) -> Iterator[tuple[str, _Need]]:
-    """Other settings with which the model runs, and what it takes then, from the smallest change on."""
+    """Other settings that run the model, from the smallest change on, and what it takes then."""
     formats: list[Mapping[str, Any]] = [{}, {"dtype": "bfloat16"}]
     if engine.quantization is None and found.form is None and found.family is not None:
         choices = ("w8a8", "w4a8")

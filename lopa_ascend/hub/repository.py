@@ -25,46 +25,41 @@ from lopa_ascend.families import FAMILIES
 from lopa_ascend.hub import Name
 
 FIRST = ("generation_config.json", DESCRIPTION, *OWN_FILES, INDEX, f"{MODELSLIM_WEIGHTS}.index.json")
-"""Patterns of the files that say, with config.json, what is to be downloaded and whether it fits."""
+"""Patterns of the files that say, with config.json, what to download and whether it fits."""
 TEXTS = (
     "config.json", *FIRST, "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json",
     "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
-"""Patterns of all files beside the weights that are read of a model."""
+"""Patterns of all files that are read of a model beside the weights."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TIMEOUT = 10.0
-"""Seconds that the hub has to answer."""
+"""Seconds for the hub to answer."""
 WORKERS = 2
-"""Files that are downloaded at a time. A file that is not finished when its process ends is downloaded anew, so on a
-slow line few at a time lose less."""
+"""Downloads at a time. If the process ends, unfinished ones start anew, so few lose less on a slow line."""
 
 _ERRORS: tuple[type[BaseException], ...] = (OSError, ValueError, *HfHubHTTPError.__bases__)
-"""What huggingface_hub raises: its own errors, which derive from those of its HTTP client, and the latter, which are
-others in each major version."""
+"""huggingface_hub's errors derive from its HTTP client's, which differ in each major version."""
 
 
 class Repository:
-    """What a name on the hub means at present: a commit, whose configuration is in ``directory`` from the beginning.
-
-    Attributes:
-        directory: of the commit, in the cache of huggingface_hub.
-        weight_bytes: of the weights, as the hub says; 0 if it does not.
+    """What a name on the hub means at present: a commit, with its configuration in ``directory`` from the beginning.
+    That is in the cache of huggingface_hub. ``weight_bytes`` is as the hub says; 0 if it does not.
 
     Raises:
-        ParameterError: there is no such repository or revision, or it lacks a file; or the hub cannot be reached, and
-            the cache does not have all of it.
+        ParameterError: no such repository or revision, or it lacks a file; or the hub cannot be reached, and the cache
+            does not have all of it.
     """
 
     def __init__(self, name: Name):
         self.name, self.weight_bytes = name, 0
         self._folder = Path(constants.HF_HUB_CACHE, f"models--{name.repository.replace('/', '--')}")
         self._locks = Path(constants.HF_HUB_CACHE, ".locks", self._folder.name)
-        """Has a lock for each file that huggingface_hub downloads."""
+        """With huggingface_hub's lock for each file."""
         self._is_model = name.param == "model"
         self._config = "config.json" if self._is_model else ADAPTER_CONFIG
         self._api = HfApi(library_name="lopa_ascend")
         self._sizes: dict[str, int] = {}
-        """By name of a file on the hub: its bytes, 0 if it does not say."""
+        """By file on the hub; 0 if it does not say."""
         self._wanted: list[str] = []
         if constants.HF_HUB_OFFLINE:
             self._take_cached("HF_HUB_OFFLINE is set")
@@ -85,13 +80,12 @@ class Repository:
 
     @property
     def missing(self) -> list[str]:
-        """Files that are not in the cache."""
         return [file for file in self._wanted if not (self.directory / file).exists()]
 
     # ---- what there is ---------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Asks the hub which files the commit has, and downloads those of ``FIRST``."""
+        """Asks the hub for the commit's files, and downloads ``FIRST``."""
         repository, revision = self.name.repository, self.name.revision
         info = self._api.model_info(repository, revision=revision, files_metadata=True, timeout=TIMEOUT)
         self._sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
@@ -111,7 +105,7 @@ class Repository:
         self._wanted = [*texts, *weights, *self._draft_adapter()]
 
     def _draft_adapter(self) -> list[str]:
-        """The files of the adapter for drafts that a model of some families has in a folder of its own."""
+        """The files of the adapter for drafts that some families have in a folder of its own."""
         if not self._is_model:
             return []
         try:
@@ -123,7 +117,7 @@ class Repository:
         return [file for file in files if file in self._sizes]
 
     def _weights(self, files: Collection[str]) -> list[str]:
-        """The files of the weights, as the loader finds them among these."""
+        """As the loader finds them among these."""
         if not self._is_model:
             return [ADAPTER_WEIGHTS]
         if INDEX not in files or SINGLE_FILE in files:
@@ -140,18 +134,14 @@ class Repository:
             raise self._error(str(error)) from error
 
     def _claimed_bytes(self) -> int:
-        """What the index says of the size of the weights, for a mirror that does not."""
+        """The weights' size in the index, for a mirror that does not say it."""
         match self._index():
             case {"metadata": {"total_size": int(size)}}:
                 return size
         return 0
 
     def _take_cached(self, reason: str) -> None:
-        """Takes what the cache has of the revision, if it has all.
-
-        Raises:
-            ParameterError: it does not.
-        """
+        """Takes the revision from the cache. Raises ParameterError if that does not have all."""
         ref = self._folder / "refs" / self.name.revision
         self.directory = self._folder / "snapshots" / (ref.read_text() if ref.is_file() else self.name.revision)
         files = [file.name for file in self.directory.iterdir()] if self.directory.is_dir() else []
@@ -168,11 +158,8 @@ class Repository:
     # ---- the download ----------------------------------------------------------------------------------------------
 
     def download(self, check: Callable[[Path, int], str] | None = None) -> None:
-        """Downloads what is missing. Of several processes of this machine one does, and the others wait.
-
-        Args:
-            check: gets the directory and ``weight_bytes`` first; raises ParameterError if that does not fit, or returns
-                what the user should know.
+        """Downloads what is missing. Of several processes of this machine one does, and the others wait. ``check`` gets
+        the directory and ``weight_bytes`` first; it raises ParameterError, or returns what the user should know.
 
         Raises:
             ParameterError: there is no room on the disk, or the download broke off.
@@ -211,7 +198,7 @@ class Repository:
             raise self._error(f"the download of {self} has broken off: {_reason(error)}; start again") from None
 
     def _remove_abandoned(self) -> None:
-        """Removes parts of files whose download was killed: their names have a number that no other download takes."""
+        """Removes parts of files of killed downloads: their names have a number that no other download takes."""
         for part in (self._folder / "blobs").glob("*.????????.incomplete"):
             with suppress(Timeout), FileLock(self._locks / f"{part.name.split('.')[0]}.lock", timeout=0):
                 part.unlink(missing_ok=True)
@@ -222,7 +209,6 @@ class Repository:
         return ParameterError(self.name.param, message)
 
     def _refusal(self, error: HfHubHTTPError) -> ParameterError:
-        """What an answer of the hub means for the user."""
         page, status = f"{constants.ENDPOINT}/{self.name.repository}", error.response.status_code
         if isinstance(error, GatedRepoError):
             message = f"{self} is gated: accept its conditions on {page}, and set HF_TOKEN to a token of that account"
@@ -245,13 +231,13 @@ def _matching(files: Collection[str], patterns: Collection[str]) -> list[str]:
 
 
 def _answer(error: BaseException) -> HfHubHTTPError | None:
-    """What the hub has answered, if that is the cause of an error."""
+    """The hub's answer, if that is the cause of an error."""
     answers = (cause for cause in causes(error) if isinstance(cause, HfHubHTTPError) and cause.response is not None)
     return next(answers, None)
 
 
 def _reason(error: BaseException) -> str:
-    """What could not be done, by the first cause of an error, in one line."""
+    """The first cause of an error, in one line."""
     *_, first = causes(error)
     if isinstance(first, OSError) and first.filename is not None:
         return f"{first.filename} cannot be written ({first.strerror}; HF_HOME names another folder)"

@@ -1,7 +1,7 @@
 """Page allocation for keys and values: who holds which page. Plain integers, no tensors.
 
-A page holds the keys and values of 128 positions. A slot is the place of a row, with a page table of its own. Pages
-that are full and committed are shared by all slots of a sequence; the pages that the window touches are private.
+A page holds 128 positions. A slot is the place of a row, with a page table of its own. Full committed pages are shared
+by all slots of a sequence; the pages that the window touches are private.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ class OutOfPages(RuntimeError):
 
 
 class PageAllocator:
-    """Reference-counted pages of a pool of fixed size.
-
-    Args:
-        reclaim: is called when no page is free; it gives up references, and returns False if it has none to give up.
-    """
+    """Reference-counted pages of a pool of fixed size. ``reclaim`` gives up references if no page is free, and returns
+    False if it has none."""
 
     def __init__(self, num_pages: int, reclaim: Callable[[], bool] = lambda: False) -> None:
         self.num_pages = num_pages
@@ -31,7 +28,7 @@ class PageAllocator:
         """Pages whose only holder is the prefix cache."""
         self._references = [0] * num_pages
         self._cached_references = [0] * num_pages
-        """By page: how many of its references are the prefix cache's."""
+        """By page: the prefix cache's share of its references."""
         self._free = list(range(num_pages - 1, -1, -1))
 
     @property
@@ -39,19 +36,14 @@ class PageAllocator:
         return len(self._free)
 
     def references(self, page: int) -> int:
-        """Holders of a page."""
         return self._references[page]
 
     def is_evictable(self, page: int) -> bool:
-        """Whether the prefix cache is the only holder of a page."""
+        """Whether the prefix cache is its only holder."""
         return 0 < self._cached_references[page] == self._references[page]
 
     def allocate(self) -> int:
-        """A free page, with one reference.
-
-        Raises:
-            OutOfPages: none is free, and nothing can be reclaimed.
-        """
+        """A free page, reclaimed if need be, with one reference. Raises OutOfPages if there is none."""
         while not self._free:
             if not self.reclaim():
                 raise OutOfPages(f"all {self.num_pages} KV pages are in use")
@@ -60,30 +52,28 @@ class PageAllocator:
         return page
 
     def share(self, page: int) -> int:
-        """Adds a reference to a page that is in use, and returns the page."""
         assert self._references[page] > 0
         self._count(page, references=1)
         return page
 
     def release(self, page: int) -> None:
-        """Drops a reference. A page without references is free."""
+        """A page without references is free."""
         assert self._references[page] > self._cached_references[page]
         self._count(page, references=-1)
         if not self._references[page]:
             self._free.append(page)
 
     def give_to_cache(self, page: int) -> None:
-        """Turns an ordinary reference of a page into one of the prefix cache."""
+        """Turns an ordinary reference into one of the prefix cache."""
         assert self._references[page] > self._cached_references[page]
         self._count(page, cached=1)
 
     def take_from_cache(self, page: int) -> None:
-        """Makes one of the prefix cache's references of a page an ordinary one."""
+        """The reverse of ``give_to_cache``."""
         assert self._cached_references[page] > 0
         self._count(page, cached=-1)
 
     def _count(self, page: int, *, references: int = 0, cached: int = 0) -> None:
-        """Adds to the references of a page."""
         self.num_evictable -= self.is_evictable(page)
         self._references[page] += references
         self._cached_references[page] += cached
@@ -91,12 +81,10 @@ class PageAllocator:
 
 
 def page_bytes(shape: KVShape, item_size: int) -> int:
-    """Bytes of one page: keys and values in all layers, of numbers of ``item_size`` bytes."""
     return 2 * shape.num_layers * PAGE_SIZE * shape.num_kv_heads * shape.head_dim * item_size
 
 
 def pages_for(positions: int) -> int:
-    """Pages that hold so many positions."""
     return -(-positions // PAGE_SIZE)
 
 
@@ -106,14 +94,9 @@ def slots_for(num_branches: int, groups: int) -> int:
 
 
 def worst_case(positions: int, num_slots: int, committed: int, window: int | None = None) -> int:
-    """The most pages that a sequence can hold from now on.
-
-    Args:
-        positions: the most positions that it can have.
-        window: the most of them that are not committed when slots beside the first have rows; None: any number.
-        committed: committed positions. Their full pages are held once, all other pages once for each slot. The prompt
-            counts as committed from the start where one row computes it.
-    """
+    """The most pages that a sequence can hold from now on. Full pages of ``committed`` positions are held once, all
+    others once for each slot. The prompt counts as committed from the start if one row computes it. ``window``: the
+    most positions that are not committed when slots beside the first have rows; None: any number."""
     private = pages_for(positions) - committed // PAGE_SIZE
     if window is not None:
         private = min(private, pages_for(PAGE_SIZE - 1 + window))
@@ -121,12 +104,8 @@ def worst_case(positions: int, num_slots: int, committed: int, window: int | Non
 
 
 class PageTables:
-    """The page tables of one sequence's slots.
-
-    Attributes:
-        by_slot: ``by_slot[slot][i]`` is the id of the page that holds the positions [128 i, 128 (i + 1)).
-        num_shared_pages: the first ``num_shared_pages`` pages are the same in all slots.
-    """
+    """The page tables of one sequence's slots: ``by_slot[slot][i]`` is the page of the positions [128 i, 128 (i + 1)).
+    The first ``num_shared_pages`` are the same in all slots."""
 
     def __init__(self, allocator: PageAllocator, num_slots: int) -> None:
         self.allocator = allocator
@@ -139,27 +118,21 @@ class PageTables:
         return len({page for table in self.by_slot for page in table})
 
     def grow(self, slot: int, positions: int) -> None:
-        """Allocates pages until a slot holds ``positions`` positions."""
+        """Allocates pages until a slot holds ``positions``."""
         table = self.by_slot[slot]
         while len(table) < pages_for(positions):
             table.append(self.allocator.allocate())
 
     def adopt(self, pages: Sequence[int]) -> None:
-        """Shares full pages, already written, as the first pages of all slots. The slots must be empty."""
+        """Shares full, written pages as the first pages of all slots, which must be empty."""
         for table in self.by_slot:
             assert not table
             table.extend(self.allocator.share(page) for page in pages)
         self.num_shared_pages = len(pages)
 
     def make_room(self, committed: int, slot_ends: Sequence[int], *, winner_commits: bool) -> None:
-        """Allocates the pages that a step writes: each slot must hold what the step commits, and the slot's longest
-        row. A slot without a row shares those pages of slot 0 that committed positions fill.
-
-        Args:
-            committed: positions before this one are committed after the step.
-            slot_ends: for each slot the end of its longest row; 0 if it has none.
-            winner_commits: see ``SequencePlan.winner_commits``.
-        """
+        """Allocates the pages that a step writes: each slot must hold what is then ``committed``, and its longest row,
+        which ends at ``slot_ends`` (0: none). A slot without a row shares slot 0's full committed pages."""
         self.grow(0, max(committed, slot_ends[0]))
         if not winner_commits:  # all branches write the same, so full pages are shared before they are written
             self.share_committed(committed)
@@ -171,7 +144,7 @@ class PageTables:
             self.grow(slot, max(committed, end))
 
     def share_committed(self, num_committed: int) -> None:
-        """Makes all slots share those pages of slot 0 that committed positions fill."""
+        """Makes all slots share slot 0's full committed pages."""
         num_full = num_committed // PAGE_SIZE
         for table in self.by_slot[1:]:
             for i in range(self.num_shared_pages, num_full):
@@ -184,7 +157,6 @@ class PageTables:
         self.num_shared_pages = max(self.num_shared_pages, num_full)
 
     def release(self) -> None:
-        """Gives back all pages."""
         for table in self.by_slot:
             for page in table:
                 self.allocator.release(page)

@@ -12,19 +12,9 @@ from lopa_ascend.types import KVShape, PageCopy
 
 
 class KVPool:
-    """Keys and values of all layers, and the allocator of their pages.
-
-    Attributes:
-        caches: [2, layers, pages, 128, kv_heads, head_dim]; index 0 holds keys, 1 values.
-        k, v: one view [pages, 128, kv_heads, head_dim] of ``caches`` for each layer.
-        allocator: hands out the first ``num_pages`` pages.
-        copied_positions: positions that ``copy`` has copied so far.
-
-    Args:
-        shape: layers, heads and head size that this rank stores.
-        num_pages: pages for requests.
-        num_padding_pages: pages after those; padding rows of compiled steps write there, and no row reads them.
-    """
+    """Keys and values of all layers: ``caches`` [2, layers, pages, 128, kv_heads, head_dim], keys first; ``k`` and
+    ``v`` have a view [pages, 128, kv_heads, head_dim] of it for each layer. Behind the ``num_pages`` for requests lie
+    ``num_padding_pages``: padding rows of compiled steps write there, and no row reads them."""
 
     def __init__(
         self, shape: KVShape, num_pages: int, dtype: torch.dtype, device: str, num_padding_pages: int = 0
@@ -38,12 +28,11 @@ class KVPool:
 
     @staticmethod
     def page_bytes(shape: KVShape, dtype: torch.dtype) -> int:
-        """Bytes of one page: keys and values in all layers."""
         return page_bytes(shape, dtype.itemsize)
 
     @property
     def num_pages(self) -> int:
-        """Pages for requests, without padding pages."""
+        """Without padding pages."""
         return self.allocator.num_pages
 
     def read(self, page_table: Sequence[int], begin: int, end: int) -> Tensor:
@@ -60,19 +49,18 @@ class KVPool:
             first = last
 
     def copy(self, source: Sequence[int], target: Sequence[int], begin: int, end: int) -> None:
-        """Copies the sequence positions [begin, end) from the pages of one page table to those of another."""
+        """Copies the sequence positions [begin, end) between the pages of two page tables."""
         if source != target and begin < end:
             self.copied_positions += end - begin
             for index, inside in _inside_pages(begin, end):
                 self.caches[:, :, target[index], inside] = self.caches[:, :, source[index], inside]
 
     def copy_page(self, copy: PageCopy) -> None:
-        """Makes one of a step plan's copies."""
         self.copy([copy.source], [copy.target], 0, copy.num_positions)
 
     def copy_to_slots(self, page_tables: Sequence[Sequence[int]], slot: int, begin: int, end: int) -> None:
-        """Copies the sequence positions [begin, end) from one slot to all others. From now on all slots share the pages
-        of slot 0 that these positions fill, so the other slots get only the positions after those pages."""
+        """Copies the sequence positions [begin, end) from one slot to all others. From now on all share the pages of
+        slot 0 that these positions fill, so the others get only the positions after those pages."""
         self.copy(page_tables[slot], page_tables[0], begin, end)
         first_private = max(begin, end // PAGE_SIZE * PAGE_SIZE)
         for table in page_tables[1:]:
@@ -80,11 +68,8 @@ class KVPool:
 
 
 def _inside_pages(begin: int, end: int) -> Iterator[tuple[int, slice]]:
-    """The sequence positions [begin, end) page by page: the page's index in the page table, and the part of the page.
-
-    The callers use slices rather than index_copy_: on an NPU, index_copy_ along any dimension but the first transposes
-    the whole pool.
-    """
+    """(index in the page table, part of that page), page by page, of the sequence positions [begin, end). Slices rather
+    than index_copy_, which on an NPU transposes the whole pool along any dimension but the first."""
     for index in range(begin // PAGE_SIZE, pages_for(end)):
         first = index * PAGE_SIZE
         yield index, slice(max(begin - first, 0), min(end - first, PAGE_SIZE))

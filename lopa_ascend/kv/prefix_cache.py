@@ -1,11 +1,10 @@
 """The prefix cache: keys and values of prompts, kept for later requests. No torch.
 
-One cache belongs to one engine, and so to one model and adapter. What another request can reuse depends on the model:
+One cache belongs to one engine, and so to one model and adapter. What can be reused depends on the attention:
 
-- "full" attention: a prompt attends to itself in both directions, so its keys and values depend on all of it, and only
-  an equal whole prompt has the same ones (``PrefixCache``).
-- "block_causal": a block sees itself and the blocks before it, so two sequences share what they have in common at their
-  beginning, block by block (``BlockPrefixCache``).
+- "full": a prompt's keys and values depend on all of it, so only an equal whole prompt has the same (``PrefixCache``).
+- "block_causal": a block sees itself and the blocks before it, so sequences share their common beginning, block by
+  block (``BlockPrefixCache``).
 """
 
 from __future__ import annotations
@@ -23,22 +22,18 @@ from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, pages_for
 
 @dataclass(frozen=True, slots=True, order=True)
 class Prefix:
-    """The beginning of a sequence: what its keys and values depend on, and if they are cached, where. Equal if the keys
-    and values are. In order, those with a common beginning are neighbours."""
+    """What the keys and values of a sequence's beginning depend on, and where they are, if cached. Equal if the keys
+    and values are. In order, prefixes with a common beginning are neighbours."""
 
     window_attention: str
-    """``DecodingParams.window_attention``."""
     block_size: int
-    """Block-causal model: its block size. Otherwise, if the prompt sees the first block: that block's length, since it
-    is all masks; or else 0."""
+    """Block-causal: the block size. Otherwise the first block's length if the prompt sees that, all masks; else 0."""
     phase: int
-    """Where the first whole block begins, if the grid of blocks does not begin at position 0; else 0."""
+    """Where the first whole block begins, if the grid does not begin at position 0; else 0."""
     tokens: tuple[int, ...]
-    """Token ids."""
     pages: tuple[int, ...] = field(default=(), compare=False)
-    """Ids of the pages that hold them."""
     last_hidden: Any = field(default=None, compare=False)
-    """Normed hidden state of the last position, which predicts the next one; None in a block-causal model."""
+    """Normed hidden state of the last position, which predicts the next one; None if block-causal."""
 
     @property
     def full_pages(self) -> tuple[int, ...]:
@@ -46,16 +41,12 @@ class Prefix:
 
     @property
     def partial_page(self) -> int | None:
-        """The page of which these positions fill a part only: whoever goes on from here needs a copy."""
+        """The page that these positions fill in part: whoever goes on from here needs a copy."""
         return self.pages[-1] if len(self.tokens) % PAGE_SIZE else None
 
 
 class PrefixCache:
-    """Cached whole prompts. Whenever the allocator needs a page, the least recently used entry is dropped.
-
-    Args:
-        allocator: of the KV pool's pages; it calls ``drop_oldest`` when no page is free.
-    """
+    """Cached whole prompts. If ``allocator`` needs a page, the least recently used entry is dropped."""
 
     def __init__(self, allocator: PageAllocator) -> None:
         self._allocator = allocator
@@ -66,24 +57,18 @@ class PrefixCache:
         return len(self._entries)
 
     def __contains__(self, key: Prefix) -> bool:
-        """Whether all positions of a key are cached."""
         return key in self._entries
 
     def get(self, key: Prefix) -> Prefix | None:
-        """What is cached of a prompt: here all or nothing. It becomes the most recently used entry."""
+        """What is cached of a prompt, here all or nothing. It becomes the most recently used entry."""
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
         return entry
 
     def take_pages(self, key: Prefix, table: Sequence[int]) -> tuple[int, ...] | None:
-        """Pages for a new entry of positions that stay in use: the full pages, shared, and a free page for a copy of
-        the partial page. None if they are cached already, or there is no page for the copy, not even by dropping
-        entries.
-
-        Args:
-            table: page ids of the sequence.
-        """
+        """Pages for a new entry: the full ones of ``table``, shared, and a free one for a copy of the partial page.
+        None if all is cached already, or even dropping entries gives no page for the copy."""
         if key in self:
             return None
         full, partial = divmod(len(key.tokens), PAGE_SIZE)
@@ -96,21 +81,13 @@ class PrefixCache:
         return tuple(pages)
 
     def insert(self, key: Prefix, pages: Sequence[int], last_hidden: Any) -> None:
-        """Adds an entry.
-
-        Args:
-            pages: with a reference for the cache, such as ``take_pages`` gives; released when the entry is dropped.
-        """
+        """``pages`` hold a reference for the cache, as from ``take_pages``, released when the entry is dropped."""
         self._entries[key] = replace(key, pages=tuple(pages), last_hidden=last_hidden)
         for page in pages:
             self._allocator.give_to_cache(page)
 
     def keep(self, key: Prefix, table: Sequence[int]) -> None:
-        """Adds the positions of a sequence that ends, if others can share them: here they cannot.
-
-        Args:
-            table: page ids of the sequence.
-        """
+        """Adds the positions of a sequence that ends, if others can share them: here they cannot."""
 
     def drop_oldest(self) -> bool:
         """Drops the least recently used entry; False if there is none."""
@@ -125,7 +102,6 @@ class PrefixCache:
             self._allocator.release(page)
 
     def clear(self) -> None:
-        """Drops all entries."""
         while self.drop_oldest():
             pass
 
@@ -136,18 +112,14 @@ class BlockPrefixCache(PrefixCache):
     def __init__(self, allocator: PageAllocator) -> None:
         super().__init__(allocator)
         self._sorted: list[Prefix] = []
-        """The keys of all entries, ascending. So what has most in common with a key is next to its place."""
+        """Ascending: what has most in common with a key is next to its place."""
 
     def __contains__(self, key: Prefix) -> bool:
         return any(_num_common(key, other) == len(key.tokens) for other in self._neighbours(key))
 
     def get(self, key: Prefix) -> Prefix | None:
-        """The longest cached beginning of a sequence; None if not even its first block is cached. The entry that holds
-        it becomes the most recently used one.
-
-        Args:
-            key: its tokens fill whole blocks.
-        """
+        """The longest cached beginning of a sequence of whole blocks, if at least its first one is cached. The entry
+        that holds it becomes the most recently used."""
         longest = max(self._neighbours(key), key=lambda other: _num_common(key, other), default=key)
         if longest not in self._entries or not (length := _num_common(key, longest)):
             return None
@@ -156,7 +128,7 @@ class BlockPrefixCache(PrefixCache):
         return replace(key, tokens=key.tokens[:length], pages=pages)
 
     def insert(self, key: Prefix, pages: Sequence[int], last_hidden: Any) -> None:
-        """Adds an entry, in place of the one that is its beginning, if there is one."""
+        """Replaces the entry that is its beginning, if there is one."""
         for other in self._neighbours(key):
             if _num_common(key, other) == len(other.tokens):
                 self._drop(other)
@@ -164,7 +136,7 @@ class BlockPrefixCache(PrefixCache):
         insort(self._sorted, key)
 
     def keep(self, key: Prefix, table: Sequence[int]) -> None:
-        """As there, unless they are cached already. They stay in their pages."""
+        """Unless they are cached already. They stay in their pages."""
         if key.tokens and key not in self:
             self.insert(key, [self._allocator.share(page) for page in table[: pages_for(len(key.tokens))]], None)
 
@@ -179,7 +151,7 @@ class BlockPrefixCache(PrefixCache):
 
 
 def _num_common(key: Prefix, other: Prefix) -> int:
-    """Positions at the beginning, in whole blocks, that have the same keys and values."""
+    """Positions at the beginning, in whole blocks, with the same keys and values."""
     if (key.window_attention, key.block_size, key.phase) != (other.window_attention, other.block_size, other.phase):
         return 0
     end = min(len(key.tokens), len(other.tokens))

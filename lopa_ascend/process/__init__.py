@@ -1,1 +1,1 @@
-"""What concerns a process and none of its tasks: temporary folders, standard streams, long waits, threads in turn."""
+"""Parts of any process: temporary folders, standard streams, progress of long work, threads that take turns."""

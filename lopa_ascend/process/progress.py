@@ -1,4 +1,4 @@
-"""Shows how far long work at start-up is: a progress bar in a terminal, else a line in the log now and then."""
+"""Progress of long work at start-up: a bar in a terminal, else a line in the log now and then."""
 
 from __future__ import annotations
 
@@ -19,14 +19,11 @@ INTERVAL = 10.0
 
 
 def progress(items: Iterable[T], what: str, total: int, unit: str, *, delay: float = 0.0) -> Iterator[T]:
-    """The items, one after the other, while a person can see how many are done.
+    """Yields the items, and shows how many are done, from ``delay`` seconds on.
 
     Args:
-        items: the work.
-        what: what is done to them, e.g. "loading".
-        total: number of items.
-        unit: what an item is.
-        delay: seconds that pass before anything is shown.
+        what: e.g. "loading".
+        unit: the name of an item.
     """
     if sys.stderr is not None and sys.stderr.isatty():  # None: it was closed when Python started
         yield from tqdm(items, what, total, unit=unit, delay=delay)

@@ -1,4 +1,4 @@
-"""Folders in the temporary directory that do not outlive the processes which use them, however these end."""
+"""Temporary folders that do not outlive their processes, however these end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ _NAME = re.compile(_PREFIX + "[a-z0-9_]{8}")
 
 
 class ScratchFolder:
-    """A folder that its owner alone may enter. It is removed by ``close``, with this object, or at the end of the
-    process. If the process is killed, the next call of ``remove_abandoned`` removes it: a lock, which ends with the
-    process, says whether the folder is still used."""
+    """A folder that only its owner may enter. ``close``, the end of this object or of the process removes it. If the
+    process is killed, the next ``remove_abandoned`` does: the folder's lock ends with the process."""
 
     def __init__(self) -> None:
         self.path, lock = _locked_folder()
@@ -27,7 +26,7 @@ class ScratchFolder:
 
 
 def _locked_folder() -> tuple[Path, int]:
-    """A new folder, and the file descriptor that holds its lock."""
+    """A new folder, and the file descriptor of its lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         lock = os.open(path, os.O_RDONLY)
@@ -44,7 +43,7 @@ def _remove(path: Path, lock: int) -> None:
 
 
 def remove_abandoned() -> None:
-    """Removes the folders of this user whose processes have ended."""
+    """Removes this user's folders after their processes have ended."""
     with os.scandir(tempfile.gettempdir()) as entries:
         found = [entry.path for entry in entries if _NAME.fullmatch(entry.name)]
     for path in found:

@@ -1,4 +1,4 @@
-"""The standard streams of a process that must go on when nobody takes what it writes: its greeting and its log."""
+"""Standard streams of a process that must go on when nobody reads its greeting and its log."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 PATIENCE = 1000
-"""Most milliseconds for which a full pipe is waited for; then lines are lost until its reader reads again."""
+"""Milliseconds to wait for a full pipe; then lines are lost until its reader reads again."""
 
 
 class _BestEffort(io.FileIO):
-    """A file descriptor, such as that of a full disk or of a pipe without a reader, to which every write succeeds."""
+    """A file on which every write succeeds, also on a full disk or a pipe without a reader."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -37,8 +37,8 @@ class _BestEffort(io.FileIO):
 
 
 def open_closed_streams() -> None:
-    """Makes standard streams that were closed /dev/null. Otherwise the next file or socket would take their place, and
-    get what is written to them. Nothing may have been opened before."""
+    """Opens closed standard streams as /dev/null. Otherwise the next file or socket takes their number, and receives
+    their text. Call it before anything is opened."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -50,7 +50,7 @@ def open_closed_streams() -> None:
 
 
 def write_as_possible() -> None:
-    """From now on losing what is written to stdout and stderr is no error."""
+    """Makes lost output of stdout and stderr no error."""
     sys.stdout, sys.stderr = _best_effort(sys.stdout), _best_effort(sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""Threads that take turns at work for processors, and leave their turn to others while they wait for a process."""
+"""Threads that take turns at work on the CPU, and give up their turn while they wait for another process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _own = threading.local()
 
 @contextmanager
 def turn(turns: threading.Semaphore) -> Iterator[None]:
-    """Encloses work of this thread, which waits until ``turns`` has room for it."""
+    """Encloses work that waits for its turn."""
     with turns:
         _own.turns = turns
         try:
@@ -22,7 +22,7 @@ def turn(turns: threading.Semaphore) -> Iterator[None]:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Encloses a wait in such work, or in any other."""
+    """Encloses a wait; gives up this thread's turn if it has one."""
     turns: threading.Semaphore | None = getattr(_own, "turns", None)
     if turns is None:
         yield

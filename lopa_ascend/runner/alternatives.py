@@ -1,9 +1,8 @@
 """Records the most probable tokens of positions as they are filled, for requests that ask for ``top_logprobs``.
 
-The lists belong to the forward pass that predicted the filled token. A lookahead branch that wins brings a token which
-the pass before predicted, so the lists of lookahead positions are recorded as well when their branches begin. Where
-predictions of the same pass confirm the token, as ``branch_acceptance`` can ask for, the lists are those of the branch
-that made them.
+The lists belong to the pass that predicted the filled token. A winning lookahead branch brings a token that the pass
+before predicted, so the lists of lookahead positions are recorded when their branches begin. If predictions of the same
+pass confirm the token (``branch_acceptance``), the lists are the confirming branch's.
 """
 
 from __future__ import annotations
@@ -25,26 +24,18 @@ from lopa_ascend.score.most_probable import most_probable
 from lopa_ascend.types import SequencePlan, StepRecord
 
 ROWS_AT_A_TIME = 64
-"""Positions whose lists are made at a time: with a large vocabulary the logits of all would take gigabytes."""
+"""Positions at a time: with a large vocabulary the logits of all would take gigabytes."""
 
 
 @dataclass(frozen=True)
 class AlternativesRecorder:
-    """Records the lists of one rank's sequences."""
-
     model: Model
     placement: Placement
     bp: Group
     """The ranks that hold the same part of the model and evaluate other branches."""
 
     def record(self, sequence: Sequence, part: Part, record: StepRecord, job: Job) -> None:
-        """Records the lists of one forward pass in ``Strategy.alternatives``, on every rank.
-
-        Args:
-            part: what this rank's group computed.
-            record: what the pass did; the sequence's next branches have begun.
-            job: what this rank's group predicted.
-        """
+        """Records one pass's lists in ``Strategy.alternatives`` on every rank, after the next branches have begun."""
         wanted: dict[int, set[int]] = {}
         changed = {fill.position for fill in (*record.fills, *record.edits)}
         for position in changed | sequence.strategy.recorded_positions():
@@ -59,12 +50,7 @@ class AlternativesRecorder:
                 self._record_branch(sequence, part, branch, sorted(positions), job)
 
     def _record_branch(self, sequence: Sequence, part: Part, branch: int, positions: list[int], job: Job) -> None:
-        """Records the lists of some positions, as one branch predicted them.
-
-        Args:
-            branch: index in ``plan.rows``.
-            positions: masked positions of that row, ascending.
-        """
+        """As one branch (index in ``plan.rows``) predicted them. ``positions``: masked there, ascending."""
         count, plan = sequence.request.params.top_logprobs, part.share.plan
         group, _ = self.placement.home(branch)
         message = torch.zeros(len(positions), 2 * count, device=self.model.head.device)
@@ -83,11 +69,8 @@ class AlternativesRecorder:
         sequence.strategy.take_alternatives(found)
 
     def _lists(self, job: Job, index: NDArray[np.int64], count: int) -> Tensor:
-        """Token ids, which float32 holds exactly up to 2^24, and probabilities, float32 [n, 2 * count].
-
-        Args:
-            index: of the hidden states in ``job``.
-        """
+        """Token ids, which float32 holds exactly up to 2^24, and probabilities, float32 [n, 2 * count]. ``index``: of
+        the hidden states in ``job``."""
         model, lists = self.model, []
         for rows in torch.from_numpy(index).to(job.hidden.device).split(ROWS_AT_A_TIME):
             logits = model.logits(job.hidden[rows])
@@ -99,7 +82,6 @@ class AlternativesRecorder:
 
 
 def _predicting(plan: SequencePlan, winner: int, position: int) -> int | None:
-    """The row that predicts a position: the winner, or in a pass that checks drafts another one; None where what is
-    filled is from an earlier pass."""
+    """The row that predicts a position: the winner, or in a checking pass another one; None if an earlier pass did."""
     rows = (winner, *reversed(range(len(plan.rows))))  # the anchor predicts what is before the winner's own tokens
     return next((row for row in rows if position in plan.rows[row].masked), None)

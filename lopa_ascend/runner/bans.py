@@ -1,4 +1,4 @@
-"""What may not be chosen at the positions of one sequence's forward pass: what its grammar does not allow, and what its
+"""What may not be chosen at the positions of a sequence's forward pass: what its grammar does not allow, and what its
 filters ban unless the grammar allows nothing else."""
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ Banned = tuple[frozenset[int], ...]
 
 
 def bans_for(sequence: Sequence, part: Part, device: torch.device) -> Bans | None:
-    """What may not be chosen at the positions that a sequence predicts; None if nothing is banned there.
-
-    Raises:
-        GrammarError: the grammar has no way on in one of the branches, those of other groups included; so all ranks
-            find the same.
-    """
+    """What may not be chosen at the positions that a sequence predicts; None if nothing is banned there. Raises
+    GrammarError if the grammar has no way on in a branch of any group, so that all ranks find the same."""
     if not sequence.strategy.grammar.binds and not sequence.filters:
         return None
     num_token_ids, sets, lists = sequence.scoring.num_token_ids, list[int](), list[Banned]()
@@ -42,8 +38,8 @@ def bans_for(sequence: Sequence, part: Part, device: torch.device) -> Bans | Non
 
 
 def _allowed(sequence: Sequence, part: Part) -> list[int]:
-    """What the grammar allows at each position, 0 for all tokens. It speaks of each branch's first masked position, and
-    of those behind drafts that fit."""
+    """By position, what the grammar allows; 0: all tokens. It speaks of each branch's first masked position, and of
+    those behind drafts that fit."""
     strategy, share = sequence.strategy, part.share
     if not strategy.grammar.binds:
         return [0] * len(part.positions)
@@ -61,7 +57,6 @@ def _allowed(sequence: Sequence, part: Part) -> list[int]:
 
 
 def _banned(sequence: Sequence, part: Part, *, keeps_share: bool) -> list[Banned]:
-    """What the filters of one kind ban at each position."""
     filters = [filter_ for filter_ in sequence.filters if filter_.keeps_share is keeps_share]
     if not filters or not len(part.positions):
         return [()] * len(part.positions)
@@ -76,7 +71,6 @@ def _banned(sequence: Sequence, part: Part, *, keeps_share: bool) -> list[Banned
 
 
 def _without(tokens: int, banned: Banned) -> int:
-    """A set of tokens without the banned ones."""
     for some in banned:
         tokens &= ~_as_set(some)
     return tokens
@@ -105,8 +99,8 @@ def _complement(allowed: int, num_token_ids: int, device: torch.device) -> Tenso
 
 
 def _answer(sequence: Sequence, row: RowPlan, prompt_length: int) -> list[int]:
-    """The answer of one branch. Positions that are predicted count as masked, although with ``editing_threshold`` they
-    may have tokens: these may change too. Positions before ``causal_end`` keep theirs, which those behind see."""
+    """Predicted positions count as masked, even if they have tokens (``editing_threshold``), which may change.
+    Positions before ``causal_end`` keep theirs, which those behind see."""
     tokens, start = list(row.tokens), row.start - prompt_length
     for index in (position - row.start for position in row.masked if position >= row.causal_end):
         tokens += [sequence.scoring.mask] * (index + 1 - len(tokens))  # Fast-dLLM v2 predicts before it computes

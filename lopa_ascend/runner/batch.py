@@ -1,8 +1,6 @@
 """Lays the rows of a step out as one flat batch: tokens, attention entries, and the cache positions that are written.
-
-What branches have in common is computed once: a row computes its blocks from ``compute_from`` on and reuses the tokens
-of its share's last row before that. Keys and values go to every slot that needs them (docs/design.md, "Slots").
-"""
+What branches share is computed once: a row computes its blocks from ``compute_from`` on and reuses its share's last row
+before that. Keys and values go to every slot that needs them (docs/design.md, "Slots")."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from lopa_ascend.types import RowPlan
 Indices = NDArray[np.int64]
 NOTHING: Indices = np.empty(0, dtype=np.int64)
 BEFORE_WINDOW = -1
-"""Stands for the position before the window in place of a token: the batch does not compute that position."""
+"""In place of a token: the position before the window, which the batch does not compute."""
 
 
 class Span(NamedTuple):
@@ -41,7 +39,7 @@ class Span(NamedTuple):
 
 
 Placed = tuple[Span, int]
-"""With the index in the batch of its first token."""
+"""With the batch index of its first token."""
 
 
 class Part(NamedTuple):
@@ -49,24 +47,23 @@ class Part(NamedTuple):
 
     share: Share
     num_computed: int = 0
-    """Tokens of the batch that belong to the sequence."""
+    """Its tokens in the batch."""
     starts_before: bool = False
     """The position before the window, which the batch does not compute, predicts the first of ``positions``."""
     predicting: Indices = NOTHING
-    """Index in the batch of each token that predicts one of the other ``positions``, ascending."""
+    """Batch index of each token that predicts one of the other ``positions``, ascending."""
     positions: Indices = NOTHING
-    """The predicted positions. Rows that share a hidden state share its prediction."""
+    """The predicted ones. Rows that share a hidden state share its prediction."""
     predicted_rows: Indices = NOTHING
-    """For each of ``positions`` a row of the share that it is predicted for."""
+    """By predicted position, a row of the share that it is for."""
     order: Indices = NOTHING
-    """For every masked position of every row, by branch: the index in ``positions``."""
+    """For every masked position of every row, by branch: its index in ``positions``."""
     committing: Indices = NOTHING
-    """Index in the batch of the last committing position: one for each row where keys and values differ by branch,
-    otherwise one for the sequence; none if nothing commits."""
+    """Batch index of the last committing position: of each row if keys and values differ by branch, otherwise of the
+    sequence; none if nothing commits."""
 
     @property
     def drafts(self) -> bool:
-        """Whether any row drafts."""
         return any(row.drafts for row in self.share.plan.rows)
 
 
@@ -74,13 +71,11 @@ class Batch(NamedTuple):
     """What one rank computes in a step."""
 
     inputs: ForwardInputs | None
-    """The model returns the predicting hidden states of all parts, then the committing ones of all parts.
-    None if no sequence has a row."""
+    """The model returns all parts' predicting hidden states, then all committing ones. None without a row."""
     parts: tuple[Part, ...]
-    """One for each sequence."""
 
     def split(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """For each part the hidden states that predict, and the committing ones."""
+        """By part, the predicting hidden states and the committing ones."""
         sizes = [len(part.predicting) for part in self.parts] + [len(part.committing) for part in self.parts]
         states, count = hidden.split(sizes), len(self.parts)
         return list(zip(states[:count], states[count:], strict=True))
@@ -89,13 +84,8 @@ class Batch(NamedTuple):
 def build_batch(
     items: Sequence[tuple[Share, PageTables]], max_queries: int | None, logit_shift: int, *, compiled: bool = False
 ) -> Batch:
-    """The batch of some sequences, on the host.
-
-    Args:
-        max_queries: see ``Ops``.
-        logit_shift: see ``ModelProperties``.
-        compiled: each row is one entry, or as many as ``max_queries`` wants, without a prefix.
-    """
+    """The batch of some sequences, on the host. With ``compiled`` each row is one entry, or as many as ``max_queries``
+    (see ``Ops``) wants, without a prefix."""
     parts: list[Part] = []
     tokens: list[Indices] = []
     positions: list[Indices] = []
@@ -162,19 +152,19 @@ def _tensor(columns: list[Indices]) -> Tensor:
 
 
 def _laid_out(shares: Sequence[Share], compiled: bool) -> list[tuple[int, Span]]:
-    """The attention entries of all shares, with the index of the share, in the order of the batch: share by share, but
-    entries that draft come first, as ``ForwardInputs`` wants them."""
+    """All attention entries with their share's index, in the order of the batch: share by share, but entries that draft
+    come first, as ``ForwardInputs`` wants them."""
     spans = [(number, span) for number, share in enumerate(shares) for span in _spans(share, compiled)]
     return sorted(spans, key=lambda each: not _drafts(shares[each[0]], each[1]))
 
 
 def _drafts(share: Share, span: Span) -> bool:
-    """Whether the weights of drafts compute the tokens of an entry. They never compute what is causal."""
+    """Whether the weights of drafts compute an entry. They never compute what is causal."""
     return share.rows[span.row].drafts and not span.is_causal
 
 
 def _spans(share: Share, compiled: bool) -> list[Span]:
-    """The attention entries of a share; entries of equal shape are neighbours."""
+    """Entries of equal shape are neighbours."""
     prefix_length = share.plan.prefix_length
     if compiled:
         rows = enumerate(share.rows)
@@ -197,7 +187,7 @@ def _spans(share: Share, compiled: bool) -> list[Span]:
 
 
 def _row_tokens(share: Share, placed: Sequence[Placed]) -> list[Indices]:
-    """For each row the index in the batch of the token at each of its positions."""
+    """By row, the batch index of the token at each position."""
     row_tokens = [np.full(len(row.tokens), BEFORE_WINDOW, dtype=np.int64) for row in share.rows]
     for (_, end, length, index, _), first in placed:
         offset = end - length - share.rows[index].start
@@ -209,8 +199,7 @@ def _row_tokens(share: Share, placed: Sequence[Placed]) -> list[Indices]:
 
 
 def _part(share: Share, placed: Sequence[Placed], row_tokens: list[Indices], logit_shift: int) -> Part:
-    """Where a sequence lies in the batch. A token whose hidden state several rows share is listed once, with the first
-    of these rows."""
+    """A token is listed once if several rows share its hidden state, with the first of these rows."""
     masked_by_row = [np.array(row.masked, dtype=np.int64) for row in share.rows]
     predicting_by_row = [
         _tokens_at(row, tokens, masked - (logit_shift if row.logit_shift is None else row.logit_shift))
@@ -238,21 +227,18 @@ def _part(share: Share, placed: Sequence[Placed], row_tokens: list[Indices], log
 
 
 def _tokens_at(row: RowPlan, tokens: Indices, positions: Indices) -> Indices:
-    """The tokens of a row at some positions; the first of these may lie before it."""
+    """The first of ``positions`` may lie before the row."""
     offsets = positions - row.start
     return np.where(offsets < 0, BEFORE_WINDOW, tokens[np.maximum(offsets, 0)])
 
 
 def _writes(share: Share, row_tokens: list[Indices], pages: PageTables) -> tuple[Indices, Indices]:
-    """Where the step writes keys and values. This is the single-phase KV update: what a step commits goes to all slots
-    in the step itself.
+    """The flat cache positions that a step writes, and the batch index of the token for each. This is the single-phase
+    KV update: what a step commits goes to all slots in the step itself.
 
-    The slot of a row takes all positions of that row. A slot without a row takes what is the same for all slots: the
-    committing positions or, with ``fills_all_slots``, all positions of the only row. With full attention it takes
-    nothing, because the winner's keys and values are copied there after the step.
-
-    Returns:
-        The flat cache positions; and for each of them the index in the batch of the token that is written there.
+    A row's slot takes all its positions. A slot without a row takes what is the same for all slots: the committing
+    positions or, with ``fills_all_slots``, all positions of the only row. With full attention it takes nothing: the
+    winner's keys and values are copied there after the step.
     """
     plan = share.plan
     if plan.fills_all_slots:

@@ -17,23 +17,13 @@ from lopa_ascend.runner.scoring import Job
 
 @dataclass(frozen=True)
 class ContinuationScorer:
-    """Scores the continuations of one rank's requests."""
-
     model: Model
     bp: Group
     """The ranks that hold the same part of the model."""
 
     def score(self, sequence: Sequence, part: Part, job: Job) -> tuple[tuple[float, ...], ...]:
-        """For each continuation the log probability of each of its tokens that is known after this pass, in nats, on
-        every rank.
-
-        It is that of the model's distribution at the token's place, where all places are masked; or in a causal pass
-        behind the tokens before it.
-
-        Args:
-            part: what this rank's group computed: the one row.
-            job: what this rank's group predicted.
-        """
+        """By continuation, the log probabilities of the tokens known after this pass, in nats, on every rank: with all
+        places masked, or in a causal pass behind the tokens before."""
         [row], first = part.share.plan.rows, len(sequence.request.prompt)
         texts = sequence.request.continuations
         known = [list(values) for values in sequence.continuation_logprobs or [()] * len(texts)]
@@ -57,12 +47,8 @@ class ContinuationScorer:
         return tuple(map(tuple, known))
 
     def _logprobs(self, job: Job, order: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-        """Float32 [n] for the pairs of predicted places and token ids, int64 [n].
-
-        Args:
-            places: by their numbers in the row.
-            order: for each place the index of its hidden state in ``job``.
-        """
+        """float32 [n] for the pairs of ``places``, numbered as in the row, and token ids, int64 [n]. ``order``: by
+        place, the index of its hidden state in ``job``."""
         columns = tokens - self.model.first_token_id
         logits = torch.full((len(places),), -torch.inf, device=places.device)
         totals = torch.empty(len(places), device=places.device)

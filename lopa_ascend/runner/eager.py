@@ -1,8 +1,6 @@
-"""Runs steps eagerly: op by op, with batches of any shape; or, of a causal model, with compiled forward passes.
-
-Every rank runs all of this. A branch-parallel group evaluates its own branches; one gather of (token, probability,
-confidence) tells every rank what all branches predict, and every rank takes the same decisions from that.
-"""
+"""Runs steps eagerly: op by op, with batches of any shape; or, of a causal model, with compiled forward passes. Every
+rank runs all of this. A branch-parallel group evaluates its own branches; one gather of (token, probability,
+confidence) tells every rank what all branches predict, and every rank takes the same decisions from that."""
 
 from __future__ import annotations
 
@@ -40,22 +38,14 @@ class Pass(NamedTuple):
     part: Part
     job: Job
     committing: Tensor
-    """Final hidden states of the last committing positions [n, hidden]; see ``Part.committing``."""
+    """Of the last committing positions, [n, hidden]; see ``Part.committing``."""
     error: str | None
-    """Why the grammar does not go on; None if it does."""
+    """Why the grammar does not go on."""
 
 
 class EagerExecutor:
-    """One model on one device with its KV pool.
-
-    Attributes:
-        num_rows, idle_rows: see ``EngineStats``.
-
-    Args:
-        model: its group ``tp`` is the tensor-parallel one.
-        bp: the ranks that hold the same part of the model and evaluate other branches.
-        forwards: the compiled forward passes; None: there are none.
-    """
+    """One model on one device with its KV pool. ``num_rows`` and ``idle_rows``: see ``EngineStats``. ``bp``: the ranks
+    that hold the same part of the model and evaluate other branches; ``forwards``: compiled forward passes."""
 
     def __init__(
         self, model: Model, pool: KVPool, ops: Ops, bp: Group = ALONE, forwards: Forwards | None = None
@@ -70,8 +60,7 @@ class EagerExecutor:
 
     @torch.inference_mode()
     def run(self, sequences: List[Sequence]) -> list[Result]:
-        """One forward pass of the sequences' plans, and the decisions that follow. A sequence whose logits are not
-        finite fails, without an effect on the others."""
+        """A pass of the sequences, and the decisions that follow. One with logits that are not finite fails alone."""
         if self.forwards is None:
             return self._run(sequences, None)
         return [result for kind, group in self.forwards.divide(sequences) for result in self._run(group, kind)]
@@ -86,11 +75,7 @@ class EagerExecutor:
         return [self._advance(*item) for item in zip(sequences, passes, results, strict=True)]
 
     def _advance(self, sequence: Sequence, computed: Pass, results: list[RowResult] | None) -> Result:
-        """Decides, commits and plans the next pass of one sequence.
-
-        Args:
-            results: what ``exchange`` gave for the sequence.
-        """
+        """Decides, commits and plans the next pass of one sequence. ``results``: what ``exchange`` gave for it."""
         if computed.error is not None or results is None:
             sequence.fail(computed.error or NOT_FINITE)
             return sequence, None
@@ -114,12 +99,9 @@ class EagerExecutor:
     def exchange(self, plans: List[SequencePlan], own: List[Tensor]) -> list[list[RowResult] | None]:
         """What all groups predict, by sequence and row; None for a sequence with logits that were not finite.
 
-        The groups gather all predictions in one message: 12 bytes for each masked position, padded to the group that
-        has most. Full attention and ``top_logprobs`` need further messages: ``_broadcast``, and
+        One message gathers all predictions (``own``: from ``forward``): 12 bytes for each masked position, padded to
+        the group that has most. Full attention and ``top_logprobs`` need further ones: ``_broadcast``, and
         ``AlternativesRecorder``.
-
-        Args:
-            own: this group's predictions for each sequence, as ``forward`` gives them.
         """
         with self.probe("exchange", plans):
             gathered = self._gather(plans, own)
@@ -138,8 +120,7 @@ class EagerExecutor:
             return results
 
     def _gather(self, plans: List[SequencePlan], own: List[Tensor]) -> NDArray[np.int32]:
-        """By group, its encoded predictions for all sequences, one after the other: int32 [groups, n, 3]; if any row
-        drafts, [groups, n, 5]."""
+        """By group, its encoded predictions: int32 [groups, n, 3]; if any row drafts, [groups, n, 5]."""
         sizes = [0] * self.bp.size
         for plan in plans:
             for branch, row in enumerate(plan.rows):
@@ -161,12 +142,8 @@ class EagerExecutor:
     def forward(
         self, sequences: List[Sequence], shares: List[Share], kind: PassKind | None = None
     ) -> tuple[list[Pass], list[Tensor]]:
-        """This rank's part of the forward pass of some sequences; and for each sequence what it predicts for every
-        masked position of every row of this group, branch by branch: int32 [n, 3], see ``prediction.encode``.
-
-        Args:
-            kind: of the compiled pass; None: op by op.
-        """
+        """This rank's part of a forward pass; and by sequence the predictions for every masked position of this group's
+        rows, branch by branch: int32 [n, 3], see ``prediction.encode``. ``kind`` None: op by op."""
         items = list(zip(shares, (sequence.page_tables for sequence in sequences), strict=True))
         compiled, shift = kind is not None, self.model.properties.logit_shift
         batch = build_batch(items, self.ops.max_queries, shift, compiled=compiled)
@@ -179,7 +156,7 @@ class EagerExecutor:
         return passes, [predictions[order] for predictions, order in zip(scored, orders, strict=True)]
 
     def _hidden(self, inputs: ForwardInputs | None, kind: PassKind | None) -> Tensor:
-        """The hidden states that the model computes [n, hidden]; none if there is nothing to compute."""
+        """[n, hidden]; empty if there is nothing to compute."""
         if inputs is None:
             # torch.empty, because head.new_empty would return a packed tensor if the head is packed, and a packed
             # tensor cannot be sliced.
@@ -192,11 +169,7 @@ class EagerExecutor:
             return self.model.forward(inputs.to(self.ops.device), self.pool.k, self.pool.v)
 
     def _pass(self, sequence: Sequence, part: Part, states: tuple[Tensor, Tensor]) -> Pass:
-        """What is to be predicted for a sequence.
-
-        Args:
-            states: see ``Batch.split``.
-        """
+        """What is to be predicted for a sequence. ``states``: see ``Batch.split``."""
         hidden, committing = states
         if part.starts_before:
             assert sequence.last_hidden is not None
@@ -220,9 +193,9 @@ class EagerExecutor:
 
     @torch.inference_mode()
     def commit(self, sequence: Sequence, computed: Pass, record: StepRecord) -> None:
-        """Puts the keys and values that the winner commits into every slot of every group. Block-causal windows have
-        them there already, because all branches commit the same; with full attention they are copied and sent, as are
-        those of the winner among branches that verify drafts."""
+        """Puts what the winner commits into every slot of every group. With block-causal windows it is there already,
+        because all branches commit the same. With full attention, and if branches verify drafts, the winner's keys and
+        values are copied and sent."""
         share, page_tables = computed.part.share, sequence.page_tables.by_slot
         plan, winner = share.plan, record.winner
         if plan.num_new and not plan.winner_commits:
@@ -242,16 +215,8 @@ class EagerExecutor:
         self.pool.copy_to_slots(page_tables, slot, begin, end)
 
     def _broadcast(self, page_table: List[int], begin: int, end: int, group: int, hidden: Tensor | None) -> Tensor:
-        """Sends the winner's keys and values of the positions [begin, end), and its hidden state, to all groups.
-
-        Args:
-            page_table: of the winner's slot.
-            group: the winner's group.
-            hidden: [hidden] in that group.
-
-        Returns:
-            The winner's hidden state [hidden].
-        """
+        """Sends the winner's keys and values of the positions [begin, end) in its slot, and its hidden state [hidden],
+        to all groups; returns the latter. ``hidden`` is None in other groups than the winner's ``group``."""
         values = self.pool.read(page_table, begin, end)
         if hidden is None:
             hidden = values.new_zeros(self.model.config.hidden_size)
@@ -263,8 +228,8 @@ class EagerExecutor:
 
 
 def _counted(sequence: Sequence, part: Part) -> List[List[int]]:
-    """What penalties count, by prediction where a causal row predicts several positions, each behind its drafts. In
-    decodings whose penalties count finished blocks, drafts within a block do not."""
+    """What penalties count: the answer as far as the decoding counts it, or by prediction, if a causal row predicts
+    several positions, with the drafts before each. Decodings that count finished blocks count no drafts within one."""
     strategy = sequence.strategy
     answer = strategy.anchor.tokens[: strategy.num_counted]
     rows, end = part.share.rows, len(sequence.request.prompt) + len(answer)

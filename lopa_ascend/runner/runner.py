@@ -16,12 +16,7 @@ from lopa_ascend.types import GraphStats
 
 
 class Runner:
-    """One rank's executors behind one interface.
-
-    Args:
-        limits: of requests.
-        graphs: None in eager mode.
-    """
+    """One rank's executors behind one interface. ``graphs``: None in eager mode."""
 
     def __init__(self, eager: EagerExecutor, limits: Limits, graphs: GraphExecutor | None = None) -> None:
         self.eager, self.graphs = eager, graphs
@@ -36,12 +31,10 @@ class Runner:
 
     @property
     def num_rows(self) -> int:
-        """See ``EngineStats``."""
         return self.eager.num_rows + (self.graphs.num_rows if self.graphs else 0)
 
     @property
     def idle_rows(self) -> int:
-        """See ``EngineStats``."""
         return self.eager.idle_rows + (self.graphs.idle_rows if self.graphs else 0)
 
     def graph_stats(self) -> GraphStats | None:
@@ -50,27 +43,21 @@ class Runner:
         return None if compiled is None else compiled.stats()
 
     def start(self, sequence: Sequence) -> None:
-        """Plans the first pass of a sequence."""
         if self.graphs is not None:
             self.graphs.start(sequence)
         sequence.plan = sequence.strategy.plan()
         self._ask(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Gives up what a sequence holds on the device. It is done, or was ended from outside."""
+        """Gives up what a sequence that has ended holds on the device."""
         if self.graphs is not None:
             self.graphs.release(sequence)
 
     @torch.inference_mode()
     def step(self, step: Step, running: Collection[Sequence]) -> list[Result]:
-        """Makes the step's copies and one forward pass of its sequences, and updates the sequences in place.
-
-        A graph that is launched ahead reports its sequences in the next step. So a sequence may be in the step and not
-        in the results, and the other way round.
-
-        Args:
-            running: all running sequences.
-        """
+        """Makes the step's copies and one forward pass of its sequences, and updates these in place. A graph that is
+        launched ahead reports its sequences in the next step. So a sequence may be in the step and not in the results,
+        and the other way round."""
         for copy in step.copies:
             self.pool.copy_page(copy)
         for sequence in running:
@@ -89,7 +76,6 @@ class Runner:
         return results
 
     def _ask(self, sequence: Sequence) -> None:
-        """Notes what the next step of a sequence needs."""
         self._drop_excess_branches(sequence)
         placement, plan = self.eager.placement, sequence.next_pass
         sequence.num_computed, sequence.slot_ends = placement.num_computed(plan), placement.slot_ends(plan)
@@ -97,8 +83,8 @@ class Runner:
             self.graphs.ask(sequence)
 
     def _drop_excess_branches(self, sequence: Sequence) -> None:
-        """Drops lookahead branches that do not fit into one step, see ``Limits.max_branches``; the best ones stay. A
-        graph computes all of a sequence's branches: what it can compute is decided by its bucket."""
+        """Drops the worst lookahead branches that do not fit into one step (``Limits.max_branches``). A graph computes
+        all branches of a sequence: its bucket decides what it can."""
         plan = sequence.next_pass
         max_branches = self._limits.max_branches(max(len(row.tokens) for row in plan.rows))
         if len(plan.rows) > max_branches and (self.graphs is None or not self.graphs.decodes(sequence)):

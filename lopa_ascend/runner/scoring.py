@@ -29,18 +29,18 @@ class Job:
     """What the hidden states of one sequence are to predict, at n positions."""
 
     hidden: Tensor
-    """The hidden states that predict the positions [n, hidden]."""
+    """That predict the positions, [n, hidden]."""
     positions: Indices
-    """The predicted positions [n]."""
+    """Predicted, [n]."""
     scoring: Scoring
     round: int
-    """What the noise of samples depends on beside seed and position."""
+    """The noise of samples depends on it, seed and position."""
     adjustment: Adjustment | None = None
-    """What is done to the logits first."""
+    """Done to the logits first."""
     bans: Bans | None = None
 
     def is_like(self, other: Job) -> bool:
-        """Whether both may be scored in one batch. Greedy requests share a batch whatever their passes' numbers are."""
+        """Whether both may be scored in one batch. Greedy jobs may whatever the numbers of their passes are."""
         same_noise = not self.scoring.temperature or self.round == other.round
         is_alone = self.adjustment is not None or other.adjustment is not None
         return not is_alone and self.scoring == other.scoring and same_noise
@@ -53,7 +53,6 @@ class Scorer:
         self.model, self.ops = model, ops
 
     def score(self, jobs: List[Job], probe: Probe) -> list[Tensor]:
-        """The encoded predictions of each job."""
         out: list[Tensor] = []
         for batch in _batches(jobs):
             rows = torch.cat([job.hidden for job in batch])
@@ -65,12 +64,8 @@ class Scorer:
         return out
 
     def _score_rows(self, rows: Tensor, positions: Indices, job: Job, bans: Bans | None) -> Tensor:
-        """The encoded predictions of hidden states [n, hidden] for the positions [n].
-
-        Args:
-            job: the batch's first one; all its jobs are scored the same way.
-            bans: of all of the batch.
-        """
+        """Encoded predictions of hidden states [n, hidden] for ``positions`` [n]. ``job``: the batch's first job; all
+        its jobs are scored the same way. ``bans``: of the whole batch."""
         num_rows, scoring, round_ = len(rows), job.scoring, job.round
         if not num_rows:
             width = NUM_WITH_RUNNER_UP if scoring.runner_up else NUM_COLUMNS
@@ -100,14 +95,8 @@ class Scorer:
         return encode(*(column[:num_rows] for column in columns))
 
     def _shard_scores(self, logits: Tensor, positions: Tensor, job: Job, bans: Bans | None) -> Tensor:
-        """The statistics of this rank's shard for some rows of a batch; see ``shards.shard_scores``.
-
-        Args:
-            logits: of these rows [R, local_vocab_size].
-            positions: which they predict, int64 [R].
-            job: the first of the batch.
-            bans: of these rows.
-        """
+        """This rank's statistics (``shards.shard_scores``) for rows of logits [R, local_vocab_size] that predict
+        ``positions``, int64 [R]. ``job``: the batch's first; ``bans``: of these rows."""
         first_token_id, scoring, kernel = self.model.first_token_id, job.scoring, self.ops.shard_stats
         limit = MAX_OFFERED if self.model.tp.size > 1 else None
         if kernel is None or not is_plain(scoring):

@@ -1,9 +1,6 @@
-"""Changes to the logits of some tokens that a request asks for: penalties for repetition, and biases.
-
-In parallel filling there is no order in which tokens come. So penalties count what is committed: the prompt and the
-blocks whose keys and values are final. It is the same for all branches, and for all positions of a forward pass; but a
-causal pass over drafts counts at each position what is before it.
-"""
+"""Changes to the logits of some tokens that a request asks for: penalties for repetition, and biases. Parallel filling
+has no order of tokens, so penalties count what is committed: the prompt and blocks with final keys and values. That is
+the same for all branches and positions of a pass; a causal pass over drafts counts what is before each position."""
 
 from __future__ import annotations
 
@@ -21,28 +18,19 @@ class Adjustment(NamedTuple):
     """What is done to the logits of n tokens."""
 
     ids: Tensor
-    """Token ids int64 [n], each once."""
+    """int64 [n], each once."""
     divisor: Tensor
     """float32 [R, n], or [1, n] for any number of rows: positive logits are divided by it, negative ones multiplied."""
     bias: Tensor
-    """The same: what is added then."""
+    """The same, added then."""
 
     def of_rows(self, rows: Tensor) -> Adjustment:
-        """That of some rows.
-
-        Args:
-            rows: int64; beyond the last they count as it.
-        """
+        """Of some rows, int64. Rows beyond the last count as the last."""
         rows = rows.clamp(max=len(self.bias) - 1)
         return self._replace(divisor=self.divisor[rows], bias=self.bias[rows])
 
     def apply(self, logits: Tensor, first: int) -> Tensor:
-        """The adjusted logits float32 [R, m].
-
-        Args:
-            logits: [R, m]; may be overwritten.
-            first: token id of the first column.
-        """
+        """The adjusted logits float32 [R, m]; ``logits`` may be overwritten. ``first``: the first column's token id."""
         x = logits.float()
         is_here = (self.ids >= first) & (self.ids < first + x.shape[1])
         columns, divisor = self.ids[is_here] - first, self.divisor[:, is_here]
@@ -54,12 +42,8 @@ class Adjustment(NamedTuple):
 def adjustment_for(
     params: DecodingParams, prompt: Sequence[int], answers: Sequence[Sequence[int]], device: torch.device
 ) -> Adjustment | None:
-    """What a request asks for in its next forward pass; None: nothing.
-
-    Args:
-        prompt: token ids of the prompt.
-        answers: for each row, or once for all, token ids of what is known of the answer.
-    """
+    """What a request asks for in its next forward pass; None: nothing. ``answers``: for each row, or once for all,
+    token ids of what is known of the answer."""
     repetition, presence, frequency = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
     counts = [Counter(answer) for answer in answers]
     ids = {token for token, _ in params.logit_bias}

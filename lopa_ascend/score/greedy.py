@@ -1,10 +1,7 @@
 """Greedy scores with fixed shapes, for compiled steps: the same as ``shards.py`` and ``merge.py`` at temperature 0.
 
-Eager steps score in place instead, which is faster on a CPU, while a compiled step wants few kernels. Tests hold the
-two equal.
-
-The vocabulary may be split between ranks. Then each rank sends a few numbers for each row, and every rank merges the
-numbers of all ranks.
+A compiled step wants few kernels; eager steps score in place, which is faster on a CPU. Tests hold the two equal. If
+ranks split the vocabulary, each sends a few numbers for each row, and every rank merges them.
 """
 
 from __future__ import annotations
@@ -24,29 +21,21 @@ PURPOSE = "vocabulary"
 
 
 class Scored(NamedTuple):
-    """The predictions for n positions."""
+    """The predictions for n positions: int32 and float32 [n]."""
 
     ids: Tensor
-    """Token ids, int32 [n]."""
     probs: Tensor
-    """Their probabilities, float32 [n]."""
     confidences: Tensor
-    """float32 [n]; for "max_prob" the same tensor as ``probs``."""
+    """For "max_prob" the same tensor as ``probs``."""
 
 
 class GreedyScore:
     """Scores logits [n, V] of this rank's part of the vocabulary; all ranks get the same predictions.
 
-    The mask and ids that do not exist are never chosen, but keep their share of the denominator. Ties go to the lowest
-    id. A row with a logit that is NaN or +inf has the probability NaN, and any token. A logit of -inf is allowed
-    as long as an id that may be chosen has a finite one; ``prediction.py`` names the exceptions.
-
-    Args:
-        ids: token ids of this rank's part.
-        mask: token id of the mask.
-        num_token_ids: ids from this one on do not exist.
-        tp: the ranks that hold the other parts, in the order of their ids.
-        confidence: see ``DecodingParams.confidence``.
+    The mask and ids from ``num_token_ids`` on are never chosen, but keep their share of the denominator. Ties go to the
+    lowest id. A row with a logit that is NaN or +inf has the probability NaN, and any token. A logit of -inf is allowed
+    if an id that may be chosen has a finite one; ``prediction.py`` names the exceptions. ``tp``: the ranks of the other
+    parts, in the order of their ids.
     """
 
     def __init__(
@@ -63,11 +52,10 @@ class GreedyScore:
 
     @property
     def num_columns(self) -> int:
-        """Number of different tensors in ``Scored``: the confidences may be the probabilities."""
+        """Different tensors in ``Scored``: the confidences may be the probabilities."""
         return 2 if self._confidence == "max_prob" else 3
 
     def __call__(self, logits: Tensor) -> Scored:
-        """The predictions for rows of logits [n, V]."""
         shard = self._score_shard(logits)
         ids = self._ids.index_select(0, shard.column)
         if self._tp.size > 1:
@@ -91,12 +79,7 @@ class GreedyScore:
         return RowStats(best.view(-1), log_share.view(-1), log_total.view(-1), rest, index)
 
     def _rest(self, log_shares: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-        """``RowStats.rest``.
-
-        Args:
-            log_shares: logarithm of the shard's softmax, float32 [n, V].
-            ids: token ids of the largest logits, int32 [n].
-        """
+        """``RowStats.rest`` of the shard's log softmax float32 [n, V]. ``ids``: of its largest logits, int32 [n]."""
         if self._confidence == "margin":
             others = torch.where(self._ids == ids[:, None], -math.inf, log_shares)
             return (others.max(-1).values,)
@@ -105,11 +88,7 @@ class GreedyScore:
         return ()
 
     def _merge(self, shard: RowStats, own_ids: Tensor) -> Scored:
-        """The predictions of all shards together.
-
-        Args:
-            own_ids: the token ids of this rank's best, int32 [n].
-        """
+        """All shards' predictions. ``own_ids``: of this rank's best, int32 [n]."""
         best = shard.best if self._has_choice else torch.full_like(shard.best, -math.inf)
         columns = (best, shard.log_share, shard.log_total, *shard.rest)
         message = torch.stack([*(column.view(torch.int32) for column in columns), own_ids])
@@ -130,7 +109,6 @@ class GreedyScore:
         return Scored(ids, probs, probs)
 
     def traffic(self, num_rows: int) -> tuple[Traffic, ...]:
-        """What this rank sends for ``num_rows`` rows of logits."""
         if self._tp.size == 1:
             return ()
         num_rest = self.num_columns - 2

@@ -17,20 +17,15 @@ Stats = dict[str, Tensor]
 
 
 def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int) -> tuple[Tensor, ...]:
-    """The predictions of R rows. Each row's result is a function of that row's statistics.
+    """The predictions of R rows, from ``shards.shard_scores`` float32 [shards, R, C] in the order of the shards' ids,
+    and ``positions`` int64 [R]. Each is a function of its own row's statistics.
 
-    Where a logit is NaN or +inf the confidence is NaN, and the rest has no meaning; for -inf see the head of
-    ``prediction.py``. If top_p would keep tokens that their shard did not offer, the next offered ones take their
-    place.
-
-    Args:
-        stats: what ``shards.shard_scores`` gave, float32 [shards, R, C], in the order of the shards' ids.
-        positions: the predicted positions int64 [R].
-        round_: number of the forward pass.
+    A logit of NaN or +inf makes the confidence NaN, and the rest meaningless; for -inf see ``prediction.py``. If top_p
+    would keep tokens that their shard did not offer, the next offered ones take their place.
 
     Returns:
-        Token ids int64, probabilities float32 and confidences float32, [R] each; with ``runner_up`` then token ids and
-        probabilities of what would be chosen without these, the probability 0 where there is nothing.
+        Token ids int64, probabilities float32 and confidences float32, [R] each; with ``runner_up`` then ids and
+        probabilities of what would be chosen without these, the probability 0 if there is nothing.
     """
     names = columns(scoring)
     by_name: Stats = dict(zip(names, stats[..., : len(names)].unbind(-1), strict=True))
@@ -57,21 +52,15 @@ def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int
 
 
 def _softmax(stats: Stats, temperature: float) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row [R], and the sum of exp((logit - largest) / temperature) over its logits [R]."""
+    """The largest logit of each row, and the sum of exp((logit - largest) / temperature), [R] each."""
     high = stats["high"].amax(0)
     weights = scaled(stats["high"], high, temperature).exp()
     return high, _sum_over_shards(weights * stats["total"])
 
 
 def _confidences(chosen: Tensor, probs: Tensor, logits: Tensor, stats: Stats, scoring: Scoring) -> Tensor:
-    """The confidences [R]: "margin" is the chosen token's probability minus the largest other one, "neg_entropy" the
-    sum of p log p.
-
-    Args:
-        chosen: the columns of the chosen tokens in ``logits``, int64 [R, 1].
-        probs: the probabilities of the chosen tokens [R].
-        logits: the offered logits [R, n].
-    """
+    """[R]; "margin" is the chosen token's probability minus the largest other one, "neg_entropy" the sum of p log p.
+    ``chosen``: columns int64 [R, 1] of the offered ``logits`` [R, n]."""
     if scoring.confidence == "max_prob":
         return probs
     high, total = _softmax(stats, scoring.temperature)
@@ -86,7 +75,7 @@ def _confidences(chosen: Tensor, probs: Tensor, logits: Tensor, stats: Stats, sc
 
 
 def _sum_over_shards(x: Tensor) -> Tensor:
-    """The sum [R] of x [shards, R], in the order of the shards."""
+    """[R] of x [shards, R], in the order of the shards."""
     total, *others = x.unbind(0)
     for other in others:
         total = total + other
@@ -96,17 +85,9 @@ def _sum_over_shards(x: Tensor) -> Tensor:
 def _truncate(
     values: Tensor, ids: Tensor, mass: Tensor | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Applies top_k, then min_p, then top_p to the offered tokens.
-
-    Args:
-        values: offered logits [R, shards, K].
-        ids: their token ids.
-        mass: the statistic [shards, R] that top_p is a share of; None if top_k or min_p limit the choice first.
-
-    Returns:
-        Logits and token ids [R, kept], best first and ties by lowest id, -inf after the last kept one; and the
-        statistics of the kept tokens by name [R, 1].
-    """
+    """Applies top_k, then min_p, then top_p to offered tokens [R, shards, K]. ``mass`` is the statistic [shards, R]
+    that top_p is a share of; None if top_k or min_p limit the choice first. Returns logits and ids [R, kept], best
+    first, ties by lowest id, -inf behind the last kept one; and the statistics of the kept tokens by name [R, 1]."""
     ranked, order = values.flatten(1).sort(dim=-1, descending=True, stable=True)
     best = ranked[:, :1]
     if scoring.top_k is not None:

@@ -1,4 +1,4 @@
-"""The most probable tokens of some positions, for requests that ask for them beside the tokens that are filled in."""
+"""The most probable tokens of some positions, for requests that ask for them beside the filled ones."""
 
 from __future__ import annotations
 
@@ -14,25 +14,17 @@ from lopa_ascend.types import Scoring
 
 
 class MostProbable(NamedTuple):
-    """The most probable tokens of R positions, best first, ties by lowest id."""
+    """The most probable tokens of R positions, best first, ties by lowest id: int64 and float32 [R, count]."""
 
     ids: Tensor
-    """Token ids int64 [R, count]."""
     probs: Tensor
-    """Their probabilities float32 [R, count]; 0 where there are fewer tokens."""
+    """0 if there are fewer tokens."""
 
 
 def most_probable(logits: Tensor, scoring: Scoring, count: int, first: int, tp: Group) -> MostProbable:
-    """The most probable tokens of all shards of the vocabulary, on every rank of ``tp``.
-
-    The probabilities are those at the request's temperature, before top_k, top_p and min_p. The mask and ids that do
-    not exist are not listed, but keep their share.
-
-    Args:
-        logits: of this rank's shard [R, n].
-        count: tokens for each position.
-        first: token id of the first column.
-    """
+    """The most probable tokens of all shards of the vocabulary, on every rank of ``tp``. Probabilities are at the
+    request's temperature, before top_k, top_p and min_p. The mask and ids that do not exist are not listed, but keep
+    their share. ``logits``: this rank's shard [R, n], from token id ``first`` on."""
     x = logits.float()
     if scoring.temperature:
         x = x / scoring.temperature
@@ -50,11 +42,9 @@ def most_probable(logits: Tensor, scoring: Scoring, count: int, first: int, tp: 
 
 
 def _largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest values of each row of x [R, n], which is overwritten, and their columns, [R, count] each: the largest
-    first, the lowest columns first among equals. -inf stands for values that are missing.
-
-    As many maxima cost less than sorting a vocabulary, and topk may take any of equal values.
-    """
+    """Values and columns [R, count] of the largest in each row of x [R, n], which is overwritten: the largest first,
+    the lowest columns among equals; -inf for missing ones. As many maxima cost less than sorting a vocabulary, and topk
+    may take any of equal values."""
     values, columns = [], []
     for _ in range(count):
         column = first_argmax(x)

@@ -10,13 +10,8 @@ _GAMMA = -7046029254386353131
 
 
 def gumbel_noise(seed: int, positions: Tensor, round_: int, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise float32 [R, n], a function of (seed, position, round, token id) alone.
-
-    Args:
-        positions: absolute positions int64 [R].
-        round_: number of the forward pass.
-        ids: token ids int64 [n] or [R, n].
-    """
+    """Standard Gumbel noise float32 [R, n]. ``positions``: int64 [R]; ``round_``: number of the forward pass; ``ids``:
+    int64 [n] or [R, n]."""
     key = _mix(torch.tensor(seed, dtype=torch.int64, device=positions.device) + _GAMMA)
     key = _mix(key + (positions + 1) * _GAMMA)
     key = _mix(key + (round_ + 1) * _GAMMA % 2**63)

@@ -1,11 +1,8 @@
-"""The form in which predictions travel between ranks and from the device to the host: 32-bit integers.
+"""The form in which predictions travel between ranks and to the host: 32-bit integers, floats by their bits.
 
-A float travels as its bits. A prediction is valid if its confidence is finite.
-
-- Where a logit is NaN or +inf, the confidence is NaN.
-- A logit of -inf is allowed, in eager and in compiled steps: its token has the probability 0. But the confidence is NaN
-  if it is "neg_entropy" over the whole distribution, which multiplies 0 by the logarithm of 0, or if all logits of a
-  shard of the vocabulary are -inf.
+A prediction is valid if its confidence is finite. A logit of NaN or +inf makes it NaN. A logit of -inf is allowed, in
+eager and in compiled steps: its token has probability 0. But the confidence is NaN if all logits of a shard are -inf,
+or if it is "neg_entropy" over the whole distribution, which multiplies 0 by log 0.
 """
 
 from __future__ import annotations
@@ -21,22 +18,18 @@ from torch import Tensor
 from lopa_ascend.types import RowResult
 
 NOT_FINITE = "the model produced logits that are not finite; the request cannot go on"
-"""The error of a request with predictions that are not valid."""
 NUM_COLUMNS = 3
-"""Integers of an encoded prediction."""
 NUM_WITH_RUNNER_UP = 5
-"""Integers of one with a runner-up."""
 
 
 def encode(tokens: Tensor, max_probs: Tensor, confidences: Tensor, *runners_up: Tensor) -> Tensor:
-    """Token ids, probabilities and confidences [n] as int32 [n, 3]; token ids and probabilities of runners-up, if there
-    are any, make it [n, 5]."""
+    """Token ids, probabilities and confidences [n] as int32 [n, 3]; with ids and probabilities of runners-up [n, 5]."""
     seconds = [column if column.is_floating_point() else column.int() for column in runners_up]
     return torch.stack(float_bits([tokens.int(), max_probs, confidences, *seconds]), dim=-1)
 
 
 def decode(encoded: NDArray[np.int32]) -> RowResult | None:
-    """The predictions of int32 [n, 3] or [n, 5], as ``encode`` gave them; see ``row_result``."""
+    """The reverse of ``encode``; None as in ``row_result``."""
     tokens, *bits = encoded[:, :NUM_COLUMNS].T
     max_probs, confidences = (np.ascontiguousarray(column).view(np.float32) for column in bits)
     result = row_result(tokens, max_probs, confidences)
@@ -50,12 +43,12 @@ def decode(encoded: NDArray[np.int32]) -> RowResult | None:
 def row_result(
     tokens: NDArray[np.int32], max_probs: NDArray[np.float32], confidences: NDArray[np.float32]
 ) -> RowResult | None:
-    """Predictions [n] as Python numbers; None if one of them is not valid."""
+    """As Python numbers; None if a prediction is not valid."""
     if not np.isfinite(confidences).all():
         return None
     return RowResult(tuple(tokens.tolist()), tuple(max_probs.tolist()), tuple(confidences.tolist()))
 
 
 def float_bits(columns: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of 32-bit values as int32 with the same bits."""
+    """32-bit values as int32 with the same bits."""
     return [column if column.dtype == torch.int32 else column.view(torch.int32) for column in columns]

@@ -15,15 +15,12 @@ _BLOCK = 256
 """Columns of a block of ``first_argmax``."""
 
 _LEAST = -87.0
-"""Its exponential changes no sum that has a 1 in it. Those of lower numbers are subnormal or 0, for which a CPU takes
-ten times as long."""
+"""Its exponential changes no sum that has a 1 in it. Lower ones give subnormal numbers, ten times as slow on a CPU."""
 
 
 def first_argmax(x: Tensor) -> Tensor:
-    """The lowest index [R, 1] of each row's largest value of x [R, n].
-
-    The maxima of blocks are searched first: torch's own argmax is not vectorised on a CPU and takes six times as long.
-    """
+    """The lowest index [R, 1] of each row's largest value of x [R, n]. The maxima of blocks are searched first: torch's
+    own argmax is not vectorised on a CPU and takes six times as long."""
     size = x.shape[-1]
     if size <= _BLOCK:
         return x.argmax(-1, keepdim=True)
@@ -37,11 +34,8 @@ def first_argmax(x: Tensor) -> Tensor:
 
 
 def columns_of(x: Tensor, columns: Tensor) -> Tensor:
-    """The values of x [R, n] in columns int64 [R, k] of each row, as [R, k]: what ``gather`` gives.
-
-    An NPU runs a ``gather`` from many long rows on its CPU (CANN ops-nn, ``gather_elements.cpp``), and ``index_select``
-    on its cores.
-    """
+    """``gather`` of x [R, n] in columns int64 [R, k]. An NPU gathers from many long rows on its CPU (CANN ops-nn,
+    ``gather_elements.cpp``), but runs ``index_select`` on its cores."""
     if x.is_cpu:
         return x.gather(-1, columns)
     starts = torch.arange(0, x.numel(), x.shape[1], device=x.device)[:, None]
@@ -49,12 +43,12 @@ def columns_of(x: Tensor, columns: Tensor) -> Tensor:
 
 
 def finite_max(x: Tensor) -> Tensor:
-    """The largest value of each row [..., 1]; the lowest finite number where the row holds only -inf."""
+    """[..., 1]: the largest value of each row; the lowest finite number if it holds only -inf."""
     return x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
 
 
 def scaled(x: Tensor, reference: Tensor, temperature: float, out: Tensor | None = None) -> Tensor:
-    """(x - reference) / temperature, and x - reference at temperature 0."""
+    """(x - reference) / temperature, or x - reference at temperature 0."""
     difference = torch.sub(x, reference, out=out)
     if temperature:
         difference.div_(temperature)
@@ -64,13 +58,8 @@ def scaled(x: Tensor, reference: Tensor, temperature: float, out: Tensor | None 
 def softmax_sums(
     x: Tensor, high: Tensor, scoring: Scoring, emptied: Sequence[int] | NDArray[np.int64] = ()
 ) -> dict[str, Tensor]:
-    """The columns "total" and, if the confidence needs it, "dot" [R, 1] of logits x [R, n], which are overwritten; see
-    ``shards.columns``.
-
-    Args:
-        high: the reference [R, 1].
-        emptied: rows in which many values are far below the others.
-    """
+    """The columns "total" and, if the confidence needs it, "dot" [R, 1] of ``shards.columns``. Overwrites x [R, n].
+    ``high``: the reference [R, 1]; ``emptied``: rows with many values far below the others."""
     scaled(x, high, scoring.temperature, out=x)
     if scoring.confidence != "neg_entropy":
         for row in emptied:

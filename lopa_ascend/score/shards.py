@@ -1,11 +1,10 @@
 """Logits to statistics of one shard of the vocabulary, without a softmax over the whole vocabulary.
 
-The vocabulary may be split between ranks. Each rank makes a few statistics of its own logits, and ``merge.py`` turns
-those of all ranks into predictions, so no rank ever holds a whole row of logits (SPEC section 3).
-
-Statistics are float32 whatever the model's dtype. The mask and token ids that do not exist in the tokenizer are never
-chosen, but keep their share of the softmax's denominator, so that confidences can be compared with those of the
-published code. Ties go to the lowest token id. At a temperature the token is drawn by Gumbel-max.
+Ranks may split the vocabulary. Each makes a few statistics of its own logits, and ``merge.py`` turns those of all ranks
+into predictions, so no rank ever holds a whole row of logits (SPEC section 3). Statistics are float32 whatever the
+model's dtype is. The mask and ids that are not in the tokenizer are never chosen, but keep their share of the softmax's
+denominator, so that confidences compare with the published code's. Ties go to the lowest id. At a temperature the token
+is drawn by Gumbel-max.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Offer = tuple[dict[str, Tensor], Tensor, Tensor]
 
 
 EXCLUDED = -1e30
-"""The logit of a token with probability 0. It is finite, also after division by a temperature, so that a shard without
+"""The logit of a token with probability 0. Finite, also after division by a temperature, so that a shard without
 another one has a sum and an entropy."""
 
 
@@ -56,7 +55,6 @@ class PerRow(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[PerRow]) -> PerRow:
-        """Several runs of rows, one after the other."""
         tensors, indices = list[Tensor](), []
         for part in parts:
             indices.append(np.where(part.of_row < 0, -1, part.of_row + len(tensors)))
@@ -65,15 +63,12 @@ class PerRow(NamedTuple):
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """The rows that have a tensor."""
         return np.flatnonzero(self.of_row >= 0)
 
     def within(self, first_row: int, num_rows: int) -> PerRow:
-        """A range of rows."""
         return self.at(slice(first_row, first_row + num_rows))
 
     def at(self, rows: slice | NDArray[np.int64]) -> PerRow:
-        """Some of the rows."""
         return self._replace(of_row=self.of_row[rows])
 
 
@@ -81,30 +76,22 @@ class Bans(NamedTuple):
     """Tokens that may not be chosen in single rows."""
 
     lists: PerRow
-    """Token ids, int64 [n]. They keep their share of the softmax."""
+    """Token ids int64 [n], which keep their share of the softmax."""
     sets: PerRow
-    """Sets of tokens, float32 [vocabulary]: 1 for the members, else 0. They have probability 0: the others share what
-    they would have."""
+    """float32 [vocabulary], 1 for members, else 0. They have probability 0, and the others share theirs."""
 
     def within(self, first_row: int, num_rows: int) -> Bans:
-        """The bans of a range of rows."""
         return Bans(*(kind.within(first_row, num_rows) for kind in self))
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """The rows in which anything is banned."""
         return np.union1d(self.lists.rows, self.sets.rows)
 
     def at(self, rows: NDArray[np.int64]) -> Bans:
-        """The bans of some of the rows."""
         return Bans(*(kind.at(rows) for kind in self))
 
     def exclude(self, x: Tensor, first: int) -> None:
-        """Sets the logits [R, n] of the members of ``sets`` to ``EXCLUDED``.
-
-        Args:
-            first: token id of the first column.
-        """
+        """Sets logits [R, n] of members of ``sets`` to ``EXCLUDED``. ``first``: token id of the first column."""
         for row in self.sets.rows:
             banned = self.sets.tensors[self.sets.of_row[row]][first : first + x.shape[-1]]
             x[row, : len(banned)].add_(banned, alpha=EXCLUDED)  # many times as fast as a masked fill
@@ -112,11 +99,7 @@ class Bans(NamedTuple):
 
 
 def join_bans(parts: Sequence[tuple[Bans | None, int]]) -> Bans | None:
-    """The bans of several runs of rows, one after the other.
-
-    Args:
-        parts: the bans of each run, and its rows.
-    """
+    """``parts``: the bans of each run of rows, and how many rows it has."""
     if not any(bans for bans, _ in parts):
         return None
     nothing = [PerRow((), np.full(num_rows, -1)) for _, num_rows in parts]
@@ -129,13 +112,13 @@ def columns(scoring: Scoring) -> tuple[str, ...]:
 
     - "high": the largest logit; not finite if any logit is NaN or +inf.
     - "total": the sum of exp x, with x = (logit - high) / temperature.
-    - "dot", for the confidence "neg_entropy": the sum of x exp x.
+    - "dot", for "neg_entropy": the sum of x exp x.
     - "other", for "margin": the largest logit that is not offered.
-    - "mass", for top_p without top_k and min_p: the sum of exp x over the ids that may be chosen, with x measured from
-      the largest of these.
+    - "mass", for top_p without top_k and min_p: the sum of exp x over the ids that may be chosen, x measured from their
+      largest.
 
-    With top_p, top_k or min_p, "total", "dot" and "other" count only the ids that are never chosen; ``merge.py`` adds
-    the offered tokens that are kept.
+    With top_p, top_k or min_p, "total", "dot" and "other" count only ids that are never chosen; ``merge.py`` adds the
+    kept ones.
     """
     names = ["high", "total"]
     if scoring.confidence == "neg_entropy":
@@ -148,7 +131,7 @@ def columns(scoring: Scoring) -> tuple[str, ...]:
 
 
 def is_plain(scoring: Scoring) -> bool:
-    """Whether the statistics are made of those of ``Ops.shard_stats``."""
+    """Whether ``Ops.shard_stats`` gives the statistics."""
     is_greedy = not (scoring.temperature or scoring.truncated)
     return is_greedy and scoring.confidence != "margin"
 
@@ -162,19 +145,9 @@ def shard_scores(
     limit: int | None = None,
     bans: Bans | None = None,
 ) -> Tensor:
-    """The statistics of one shard, float32 [R, C].
-
-    A shard offers one token, with ``runner_up`` two, or for top_p, top_k and min_p several.
-
-    Args:
-        logits: [R, n] with n >= 1; may be overwritten.
-        positions: the predicted positions int64 [R].
-        round_: number of the forward pass.
-        first: token id of the first column.
-        limit: the most tokens that a shard offers, so that C does not depend on n; None for the only shard, which may
-            offer all.
-        bans: tokens that may not be chosen in some rows.
-    """
+    """The statistics of one shard, float32 [R, C], for ``positions`` int64 [R]. It offers one token, with ``runner_up``
+    two, for top_p, top_k and min_p several: at most ``limit``, so that C does not depend on n; None for the only shard,
+    which may offer all. ``logits`` [R, n], n >= 1, may be overwritten; their first column is the id ``first``."""
     x = logits.float()
     if bans is not None:
         bans.exclude(x, first)
@@ -191,7 +164,7 @@ def shard_scores(
 def _offer_one(
     x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, round_: int, first: int, bans: Bans | None
 ) -> Offer:
-    """Offers the most probable token or, at a temperature, the drawn one: K is 1. With ``runner_up`` it is 2."""
+    """Offers the most probable token or, at a temperature, the drawn one: K is 1; with ``runner_up`` 2."""
     banned = _ban(x, scoring, first, bans)
     keys = x
     if scoring.temperature:
@@ -239,11 +212,7 @@ def _offer_best(x: Tensor, high: Tensor, scoring: Scoring, first: int, limit: in
 
 
 def _ban(x: Tensor, scoring: Scoring, first: int, bans: Bans | None) -> list[tuple[Place, Tensor]]:
-    """Sets the logits of ids that may not be chosen to -inf.
-
-    Returns:
-        The places and what stood there, so that the caller can put it back.
-    """
+    """Sets ids that may not be chosen to -inf. Returns the places and what stood there, for the caller to put back."""
     size, every_row = x.shape[-1], slice(None)
     places: list[Place] = []
     mask_column = scoring.mask - first

@@ -28,9 +28,10 @@ from lopa_ascend.serve.http.access import Access, allow_origins, hosts_of, set_u
 from lopa_ascend.serve.http.api_error import MESSAGES, install_handlers
 from lopa_ascend.serve.http.body import Intake
 from lopa_ascend.serve.http.openapi import READING, body_of, document, errors, events
-from lopa_ascend.serve.info import AbortRequest, add_abort, add_models, add_state
 from lopa_ascend.serve.link.client import EngineClient
-from lopa_ascend.serve.profiling import StartProfileRequest, StopProfileRequest, add_profiling
+from lopa_ascend.serve.models import add_models
+from lopa_ascend.serve.observe.info import AbortRequest, add_abort, add_state
+from lopa_ascend.serve.observe.profiling import StartProfileRequest, StopProfileRequest, add_profiling
 from lopa_ascend.serve.tokens import DetokenizeRequest, TokenizeRequest, add_tokenizer
 from lopa_ascend.serve.view import add_view
 
@@ -55,13 +56,8 @@ EVENTS = (diffusion.DiffusionStart, diffusion.DiffusionStep, diffusion.Diffusion
 
 
 def create_app(clients: Sequence[EngineClient], address: str | None = None) -> FastAPI:
-    """The HTTP API of running engines.
-
-    Args:
-        clients: the engine of each model. How the first was started holds for HTTP too.
-        address: the numeric IP address at which the server listens, or the path of its Unix socket; None:
-            ``config.host`` is such an address.
-    """
+    """The HTTP API of running engines, one for each model. The first one's configuration holds for HTTP. The server
+    listens at ``address``, a numeric IP address or the path of a Unix socket; None: ``config.host`` is numeric."""
     # /docs and /redoc load their scripts from this server: there may be no internet.
     config = clients[0].config
     app = FastAPIOffline(title="LoPA-Dist-Ascend", version=lopa_ascend.__version__, redirect_slashes=False)
@@ -72,12 +68,12 @@ def create_app(clients: Sequence[EngineClient], address: str | None = None) -> F
     app.state.intake = intake = Intake(config.max_body_size)
     endpoint = Endpoint([ServedModel(client) for client in clients], intake, config)
     add_view(app, is_shown=config.ui, examples=EXAMPLES if config.engine.model is None else ())
-    add_state(app, endpoint)
+    add_state(app, [model.metrics for model in endpoint.models.values()])
     add_models(app, endpoint)
     add_tokenizer(app, endpoint, intake)
     _add_generation(app, endpoint)
     add_abort(app, clients, intake)
-    add_profiling(app, endpoint, intake)
+    add_profiling(app, clients[0], intake)
     document(app, BODIES, EVENTS, endpoint.default.limits, with_key=config.api_key is not None)
     return app
 
@@ -89,7 +85,7 @@ class TextRoute(NamedTuple):
     name: str
     body: type[AnsweredRequest]
     whole: type[BaseModel] | None
-    """The answer that is not streamed; None: every answer is streamed."""
+    """An answer that is not streamed; None: all are."""
     events: str | None
     """What the events of a stream are; None: no answer is streamed."""
     description: str

@@ -50,7 +50,7 @@ from lopa_ascend.serve.flags import (
 COMMAND = "lopa-serve"
 """What pip installs, and pyproject.toml names."""
 API_KEY = "LOPA_API_KEY"
-"""The environment variable that is read where --api-key is not given."""
+"""The environment variable in place of --api-key."""
 MAX_CONFIG = 2**16
 """Bytes of the largest configuration file; PyYAML reads some hundred kilobytes a second."""
 MAX_VALUES = 2**12
@@ -72,7 +72,7 @@ OTHERS_FLAGS = {
     "download_dir": "the environment variable HF_HOME",
     "trust_remote_code": "missing, because code of a repository is never run",
 }
-"""Flags of other servers (vLLM, SGLang, Diffulex), and what does the same here."""
+"""Flags of vLLM, SGLang and Diffulex, and what does the same here."""
 EXAMPLES = """\
 examples:
   %(prog)s                                  the bundled model on http://127.0.0.1:8000
@@ -84,19 +84,13 @@ examples:
 
 
 class _HelpAll(argparse.Action):
-    """The flag --help-all."""
-
     def __call__(self, *_: object) -> None:
         build_parser(shown=None).print_help()
         raise SystemExit(0)
 
 
 def build_parser(shown: Collection[str] | None = USUAL) -> argparse.ArgumentParser:
-    """The parser of the command line.
-
-    Args:
-        shown: names of the flags that --help shows; None: all.
-    """
+    """``shown`` names the flags that --help shows; None: all."""
     parser = argparse.ArgumentParser(
         prog=COMMAND if Path(sys.argv[0]).stem == COMMAND else "python -m lopa_ascend.serve",
         usage="%(prog)s [--model MODEL] [--host ADDRESS] [--port N] [FLAGS]",
@@ -116,13 +110,9 @@ def build_parser(shown: Collection[str] | None = USUAL) -> argparse.ArgumentPars
 
 
 def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
-    """The configuration that a command line asks for.
+    """The configuration that a command line asks for; ``argv`` None: that of this process.
 
-    A wrong value ends the process with status 2 and a message that names the flag. "--preset list" prints all presets
-    and ends the process with status 0.
-
-    Args:
-        argv: the arguments; None: those of this process.
+    A wrong value ends the process with status 2 and names the flag; "--preset list" ends it with status 0.
     """
     parser = build_parser()
     known, unknown = parser.parse_known_args(argv)
@@ -141,17 +131,11 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
 
 
 def config_of(values: Mapping[str, Any], origin: str) -> ServeConfig:
-    """The configuration that flags and values from a YAML file ask for, and LOPA_API_KEY.
-
-    Args:
-        values: by names of flags.
-        origin: where they stand, for messages.
-    """
+    """The configuration of flags, a YAML file and LOPA_API_KEY. ``origin`` says in messages where values stand."""
     return _serve_config(_with_key(_checked(values, origin)))
 
 
 def _with_key(given: dict[str, Any]) -> dict[str, Any]:
-    """The values with the API key, which may stand in the environment."""
     if API_KEY in os.environ:
         given.setdefault("api_key", _key_from_environment())
     # One that was read from a file may begin with a byte order mark, and ends with a newline: no header has them.
@@ -161,7 +145,7 @@ def _with_key(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _key_from_environment() -> str:
-    """The value of LOPA_API_KEY. Raises ParameterError, which does not show the key, if it is not text."""
+    """Raises ParameterError, which does not show the key, if it is not text."""
     key = os.environ[API_KEY]
     try:
         key.encode()
@@ -171,13 +155,13 @@ def _key_from_environment() -> str:
 
 
 def _unknown_argument(arguments: Sequence[str]) -> str:
-    """The message for arguments that no flag takes: it names the first flag among them, and the one that was meant."""
+    """The message for arguments that no flag takes: it names the first flag, and the one that was meant."""
     first = next((argument for argument in arguments if argument.startswith("-")), arguments[0]).partition("=")[0]
     return f"unknown argument {first!r}{_meant(first.lstrip('-').replace('-', '_'))}"
 
 
 def _meant(name: str) -> str:
-    """Which flag an unknown name stands for, as the end of a message; empty if there is none like it."""
+    """The end of a message: which flag an unknown name stands for, if one is like it."""
     if name in OTHERS_FLAGS:
         return f"; here it is {OTHERS_FLAGS[name]}"
     if name.removeprefix("no_") in DecodingParams.names():
@@ -187,7 +171,6 @@ def _meant(name: str) -> str:
 
 
 def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
-    """The configuration with the given values, by names of flags, as errors have them, too."""
     engine = EngineConfig(**field_values(given, ENGINE_FLAGS))
     if rank_in_environment() is not None:
         Rendezvous.from_environment().check_world_size(engine)
@@ -273,8 +256,8 @@ def _check_access(given: Mapping[str, Any]) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is there twice, of which YAML would take the last; and values that are nested too deeply, or
-    too many with those that aliases repeat. PyYAML's errors name the line."""
+    """Refuses a key that is there twice, of which YAML would take the last; values that are nested too deeply; and too
+    many, counted with what aliases repeat. PyYAML's errors name the line."""
 
     def __init__(self, text: str):
         super().__init__(text)
@@ -306,8 +289,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """The values in a YAML file, by names of flags. A value that is null counts as absent. All errors are those of the
-    flag ``config``."""
+    """The values in a YAML file, by names of flags; null counts as absent. Errors are those of the flag ``config``."""
     try:
         text = read_text(file, ValueError, max_bytes=MAX_CONFIG)
     except ValueError as error:  # it names the file
@@ -322,7 +304,6 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _checked(values: Mapping[Any, Any], origin: str) -> dict[str, Any]:
-    """The values from a YAML file, by names of flags. Raises ParameterError of ``config``."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
@@ -340,7 +321,7 @@ def _checked(values: Mapping[Any, Any], origin: str) -> dict[str, Any]:
 
 
 def _from_yaml(flag: Flag, value: object) -> Any:
-    """The value of a flag from its YAML value. Raises ValueError if the YAML value is not of the right kind."""
+    """Raises ValueError if the YAML value is not of the right kind."""
     if not flag.setting.kind.many:
         return _one_from_yaml(flag, value)
     entries = value if isinstance(value, list) else [value]

@@ -14,12 +14,11 @@ from lopa_ascend.config.kinds import AnyText, Boolean, Bytes, Integer, Kind, Num
 from lopa_ascend.config.settings import Section, declare, settings
 
 DAY = 86400
-"""Seconds."""
 
 
 @dataclass(frozen=True)
 class Origins(Strings):
-    """Any number of origins of web pages as browsers send them, or "*" for all. What can never match is refused."""
+    """Origins of web pages as browsers send them, or "*" for all. One that can never match is refused."""
 
     metavar: ClassVar[str] = "ORIGIN"
     _PATTERN: ClassVar[re.Pattern[str]] = re.compile(
@@ -55,8 +54,6 @@ class UrlPath(AnyText):
 
 @dataclass(frozen=True)
 class JsonObject(Kind):
-    """A JSON object."""
-
     metavar: ClassVar[str] = "JSON"
 
     def parse(self, text: str) -> Any:
@@ -76,7 +73,7 @@ class JsonObject(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """How a server is started. Values are checked where they are read: on the command line and in the YAML file."""
+    """Values are checked where they are read: on the command line and in the YAML file."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     served_model_name: str | None = declare(
@@ -215,7 +212,7 @@ class ServeConfig:
         metavar="FILE",
     )
     decoding: Mapping[str, Any] = field(default_factory=dict)
-    """Decoding parameters by name, as far as they were given: the defaults of requests."""
+    """The defaults of requests, as far as they were given, by name."""
 
 
 SECRETS = tuple(name for name, setting in settings(ServeConfig).items() if setting.secret)

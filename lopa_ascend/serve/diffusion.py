@@ -129,7 +129,7 @@ class DiffusionDone(BaseModel):
 
 
 class StepWriter(CompletionWriter):
-    """Writes the answer to a request with one choice as a stream that shows every forward pass."""
+    """Writes a stream that shows every forward pass of a request's only choice."""
 
     _passes: PassEvents
     _is_file = False
@@ -177,7 +177,7 @@ TRACE: bool | None = Field(
 )
 
 WITHOUT_TOOLS: HarmlessValues = {"tools": (), "tool_choice": ("none",), "parallel_tool_calls": (True, False)}
-"""Its events show what the model writes, calls as well, so that there is nothing to read from them."""
+"""Events show what the model writes, calls as well, so there is nothing to read from them."""
 
 
 class DiffusionCompletionRequest(CompletionRequest):

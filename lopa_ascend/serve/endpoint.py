@@ -23,21 +23,17 @@ from lopa_ascend.serve.http.body import Intake, read_body
 from lopa_ascend.serve.http.encoding import STREAM_HEADERS, Writer, pieces
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.generation import Generation
-from lopa_ascend.serve.metrics import Metrics, Timeline, summary
+from lopa_ascend.serve.observe.metrics import Metrics, Timeline, summary
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 PIECE = 64 * 2**10
 """Bytes of a whole answer that are sent at once."""
 LARGE_UPDATE = 64
-"""New tokens from which on the events of an update are made in a thread: with log probabilities they are megabytes."""
+"""From so many new tokens on, events are made in a thread: with log probabilities they are megabytes."""
 
 
 class ServedModel:
-    """A model that requests can name.
-
-    Args:
-        client: its engine.
-    """
+    """A model that requests can name."""
 
     def __init__(self, client: EngineClient):
         self.client, self.name = client, client.config.served_model_name or client.ready.model_name
@@ -49,13 +45,7 @@ class ServedModel:
 
 
 class Endpoint:
-    """Answers the requests of all routes that generate text.
-
-    Args:
-        models: the models, of which the first is the default.
-        intake: reads the bodies of requests, and has threads plan them.
-        config: how the server was started.
-    """
+    """Answers requests for text on all routes. The first model is the default; ``intake`` has threads plan requests."""
 
     def __init__(self, models: Sequence[ServedModel], intake: Intake, config: ServeConfig):
         self.models = {model.name: model for model in models}
@@ -63,11 +53,7 @@ class Endpoint:
         self._intake, self._log_texts = intake, config.enable_log_requests
 
     def find(self, model: str | None) -> ServedModel:
-        """The model of this name; the default for "default" and None.
-
-        Raises:
-            ApiError: 404, there is no such model.
-        """
+        """The model of this name; the default for "default" and None. Raises ApiError, 404, if there is none."""
         found = self.default if model in (None, "default") else self.models.get(str(model))
         if found is None:
             names = ", ".join(map(repr, self.models))
@@ -95,7 +81,7 @@ class Endpoint:
     def _plan(
         self, route: type[AnsweredRequest], raw: bytes
     ) -> tuple[AnsweredRequest, ServedModel, list[core.Request], Writer]:
-        """The request in a body, its model, its choices, and what writes its answer. Raises as ``answer`` does."""
+        """The request, its model, its choices, and what writes its answer. Raises as ``answer`` does."""
         asked = read_body(route, raw)
         served = self.find(asked.model)
         choices = asked.plan(served.planner)
@@ -103,14 +89,8 @@ class Endpoint:
 
 
 class GeneratedAnswer(Response, ABC):
-    """The answer to a request, with its running generation. However it ends, the generation ends with it.
-
-    Args:
-        served: the model.
-        generation: the choices of the request.
-        writer: writes the answer.
-        arrived: when the request arrived, in seconds of ``time.monotonic``.
-    """
+    """The answer to a request; ``arrived`` is in seconds of ``time.monotonic``. However it ends, its generation ends
+    too."""
 
     def __init__(self, served: ServedModel, generation: Generation, writer: Writer, arrived: float):
         super().__init__()
@@ -118,7 +98,7 @@ class GeneratedAnswer(Response, ABC):
         self._served, self._generation, self._writer = served, generation, writer
         self._times = [Timeline(choice.prompt_tokens, arrived) for choice in generation.choices]
         self._reason_if_unfinished = "abort"
-        """Finish reason of choices that never finish."""
+        """Of choices that never finish."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._fail_at_disconnect(receive))
@@ -179,14 +159,13 @@ class WholeAnswer(GeneratedAnswer):
 
 
 def encoded(writer: Writer, outputs: Sequence[GenerationOutput]) -> list[bytes]:
-    """A whole answer as JSON, in parts of ``PIECE`` bytes."""
     whole = b"".join(pieces(writer.whole(outputs)))
     return [whole[start : start + PIECE] for start in range(0, len(whole), PIECE)]
 
 
 class StreamedAnswer(GeneratedAnswer):
-    """The answer to a streaming request: events, of which one can be an error. Proxies end streams in which
-    nothing comes for long, so a comment comes after ``keep_alive_interval`` seconds without a frame."""
+    """Events, of which one can be an error. Proxies end streams in which nothing comes for long, so a comment comes
+    after ``keep_alive_interval`` seconds without a frame."""
 
     async def _send(self, send: Send) -> None:
         self.headers.update({**STREAM_HEADERS, "Content-Type": self._writer.media_type})
@@ -223,12 +202,7 @@ class StreamedAnswer(GeneratedAnswer):
 
 
 class Frames:
-    """What is sent of a stream, one frame after the other.
-
-    Args:
-        send: sends a message of ASGI; waits while the client leaves much unread.
-        comment: what clients skip.
-    """
+    """What is sent of a stream, one frame after the other. Sending waits while the client leaves much unread."""
 
     def __init__(self, send: Send, comment: bytes):
         self._send, self._comment = send, comment

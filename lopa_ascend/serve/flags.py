@@ -16,8 +16,6 @@ from lopa_ascend.serve.config import ServeConfig
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag."""
-
     name: str
     """With underscores: the name in a configuration file, and in what argparse returns."""
     owner: type[Any]
@@ -26,18 +24,13 @@ class Flag:
     setting: Setting
 
     def parse(self, text: str) -> Any:
-        """The value that a text stands for. EngineConfig and DecodingParams check numbers and lists themselves.
-
-        Raises:
-            ValueError: the text is not of the right kind, or the value is not allowed; the message says what is.
-        """
+        """EngineConfig and DecodingParams check numbers and lists. Raises ValueError, which says what is allowed."""
         value = self.setting.kind.parse(text)
         if self.owner is ServeConfig or isinstance(self.setting.kind, Choice):
             self.setting.kind.checked(value)
         return value
 
     def help_text(self) -> str:
-        """The help with its default, for argparse."""
         text = self.setting.help
         if (default := self._shown_default()) is not None:
             text += f" (default: {default})"
@@ -57,7 +50,7 @@ class Flag:
 
 
 def option(name: str) -> str:
-    """How a flag, or the flag of an engine's field, is written on the command line."""
+    """A flag as it is written on the command line."""
     name = next((flag.name for flag in ENGINE_FLAGS.values() if flag.field == name), name)
     return "--" + name.replace("_", "-")
 
@@ -82,10 +75,8 @@ USUAL = frozenset((
     "tensor_parallel_size", "branch_parallel_size", "replicas",
     "graph_mode",
     "host", "port", "api_key", "allowed_origins", "root_path", "request_timeout", "shutdown_timeout",
-    "enable_log_requests", "keep_alive_interval",
-    "ssl_certfile", "ssl_keyfile",
-    "preset", "decoding", "num_branches", "block_size", "tau_add", "tau_act", "tau_conf", "max_new_tokens",
-    "temperature",
+    "enable_log_requests", "ssl_certfile", "ssl_keyfile",
+    "preset", "decoding", "num_branches", "block_size", "tau_conf", "max_new_tokens", "temperature",
 ))  # fmt: skip
 """The flags that people use, which --help shows, one line for each group; --help-all shows the others too."""
 
@@ -93,13 +84,7 @@ USUAL = frozenset((
 def add_flags(
     parser: argparse.ArgumentParser, flags: Mapping[str, Flag] = FLAGS, shown: Collection[str] | None = None
 ) -> None:
-    """Adds flags in groups. Flags that are not given get the value None.
-
-    Args:
-        parser: gets the flags.
-        flags: by name.
-        shown: names of the flags that --help shows; None: it shows all.
-    """
+    """Adds flags in groups; --help shows those in ``shown``, None: all. A flag that is not given is None."""
     for group in Section:
         members = [flag for flag in flags.values() if flag.setting.group is group]
         if not members:
@@ -111,12 +96,7 @@ def add_flags(
 
 
 def field_values(given: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
-    """The given values of these flags, by names of fields.
-
-    Args:
-        given: values by names of flags, of these and of others.
-        flags: flags of one dataclass.
-    """
+    """Those of the given values that belong to these flags, by names of fields."""
     return {
         flag.field: tuple(given[name]) if flag.setting.kind.many else given[name]
         for name, flag in flags.items()
@@ -141,8 +121,6 @@ def _add_flag(arguments: argparse._ActionsContainer, flag: Flag, text: str) -> N
 
 
 def argument_type(flag: Flag) -> Callable[[str], Any]:
-    """Reads one value of a flag, for argparse."""
-
     def parse(text: str) -> Any:
         try:
             return flag.parse(text)

@@ -24,10 +24,10 @@ from lopa_ascend.serve.api.request import check_defaults
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.flags import option
-from lopa_ascend.serve.greeting import make_greeting
 from lopa_ascend.serve.http.connections import Connection, RareWarnings, connection_limit
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.spawn import EngineFailed, EngineProcess
+from lopa_ascend.serve.observe.greeting import make_greeting
 from lopa_ascend.text.template import check_template
 from lopa_ascend.text.tokenizer_files import load_template
 
@@ -36,7 +36,7 @@ LAST_EVENTS_TIME = 1.0
 SWITCH_INTERVAL = 0.001
 """Seconds after which a thread that parses a large body lets the event loop run."""
 HANDSHAKE_TIMEOUT = 10.0
-"""Most seconds in which a client must begin a connection with TLS."""
+"""Most seconds until a client has begun a connection with TLS."""
 SHUTDOWN_TIME = 3.0
 """Seconds after which a shutdown stops waiting, e.g. for a thread that tokenizes a very long prompt."""
 DEAD_ENGINE_TIME = 3.0
@@ -48,7 +48,6 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
-        """A signal has come."""
         self.second = asyncio.Event()
         """A SIGINT has come after the first signal: the user does not want to wait."""
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -61,15 +60,8 @@ class Interrupts:
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal comes or the engine dies, and then lets running requests end.
-
-    Args:
-        settings: configuration of uvicorn.
-        client: the engine.
-        interrupts: the signals.
-        shutdown_timeout: seconds that running requests may go on after a signal.
-        greeting: printed once requests are accepted.
-    """
+    """Serves until a signal comes or the engine dies; then running requests have ``shutdown_timeout`` seconds to end.
+    Prints ``greeting`` once requests are accepted."""
 
     def __init__(
         self,
@@ -114,7 +106,7 @@ class Server(uvicorn.Server):
 
     @property
     def status(self) -> int:
-        """Exit status of the process."""
+        """Of the process."""
         return 1 if self._client.engine_died.is_set() else 0
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -135,8 +127,7 @@ class Server(uvicorn.Server):
 
 
 def serve(config: ServeConfig) -> int:
-    """Serves until SIGINT or SIGTERM, or until the engine dies. Returns the exit status: 1 if it could not start or its
-    engine died."""
+    """Serves until SIGINT or SIGTERM, or until the engine dies. Returns 1 if it could not start or its engine died."""
     try:
         check_tls(config)
         template = chat_template(config)
@@ -181,10 +172,7 @@ async def _serve_at(listener: socket.socket, config: ServeConfig, template: str 
 
 
 async def _start(config: ServeConfig, template: str | None, listener: socket.socket) -> tuple[EngineClient, str]:
-    """The client of a new engine, and the greeting. From then on the server listens.
-
-    Raises as ``EngineProcess.start``, ``EngineClient.connect``, ``check_defaults`` and ``listen`` do.
-    """
+    """The client of a new engine, and the greeting. From then on the server listens."""
     engine, ready = await EngineProcess.start(config.engine)
     with _ended_by_signals():  # `tokenizers` holds the GIL for seconds while it reads a large file
         client = await EngineClient.connect(engine, ready, config, template)
@@ -200,7 +188,7 @@ async def _start(config: ServeConfig, template: str | None, listener: socket.soc
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Lets SIGINT and SIGTERM end this process, and with it the engine, although no handler of Python's can run."""
+    """SIGINT and SIGTERM end this process, and with it the engine, although no handler of Python's can run."""
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -216,11 +204,8 @@ def _refused(error: Exception) -> int:
 
 
 class UnixListener(socket.socket):
-    """A Unix socket, whose file it makes and removes. The file of a server that has ended is replaced.
-
-    Raises:
-        OSError: a server listens there, or the path cannot be used.
-    """
+    """A Unix socket that makes and removes its file, and replaces the file of a server that has ended. Raises OSError
+    if a server listens there, or the path cannot be used."""
 
     def __init__(self, path: str):
         super().__init__(socket.AF_UNIX)
@@ -236,7 +221,7 @@ class UnixListener(socket.socket):
 
     @property
     def has_file(self) -> bool:
-        """Whether the file is there, and no other server's."""
+        """The file is there, and no other server's."""
         return self._path.exists() and self._path.stat().st_ino == self._inode
 
     def listen(self, backlog: int = socket.SOMAXCONN, /) -> None:
@@ -262,11 +247,7 @@ def _is_listening(path: str) -> bool:
 
 
 def bind(config: ServeConfig) -> socket.socket:
-    """A socket with the server's address, which another process can bind too until ``listen``.
-
-    Raises:
-        OSError: the address cannot be used; the message names the flags.
-    """
+    """A socket with the server's address, free for others until ``listen``. Raises OSError, which names the flags."""
     if config.uds is not None:
         try:
             return UnixListener(config.uds)
@@ -283,11 +264,8 @@ def bind(config: ServeConfig) -> socket.socket:
 
 
 def listen(listener: socket.socket, config: ServeConfig) -> None:
-    """Lets clients connect. Called once the model is loaded: until then connections are refused.
-
-    Raises:
-        OSError: another server has begun to listen at this address; the message names the flags.
-    """
+    """Lets clients connect. Called once the model is loaded: until then connections are refused. Raises OSError, which
+    names the flags, if another server listens here by now."""
     try:
         listener.listen()
     except OSError as error:
@@ -322,7 +300,7 @@ def check_tls(config: ServeConfig) -> None:
 
 
 def chat_template(config: ServeConfig) -> str | None:
-    """The text of --chat-template; None: the model's own. A broken template is refused before the model is loaded."""
+    """None: the model's own. A broken template is refused before the model is loaded."""
     if config.chat_template is None:
         load_template(config.engine.model or DEMO_MODEL)
         return None

@@ -25,7 +25,7 @@ from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 2**16
-"""Most token ids that are made a text of at once, unless the model takes more."""
+"""Most token ids that become a text at once, unless the model takes more."""
 STATUSES = (*READING, 404)
 COUNT = f"{MESSAGES}/count_tokens"
 
@@ -170,12 +170,11 @@ def _detokenized(prompts: Prompts, request: DetokenizeRequest, limits: Limits) -
 
 
 def _tokenizer(prompts: Prompts, param: str) -> Tokenizer:
-    """The tokenizer, which the field ``param`` needs."""
     if prompts.tokenizer is None:
         raise ParameterError(param, "needs a tokenizer, and the model has no tokenizer files")
     return prompts.tokenizer
 
 
 def _json(answer: BaseModel) -> Response:
-    """An answer as a JSON response. Worker threads call this, because a long answer takes long to encode."""
+    """Called in worker threads: a long answer takes long to encode."""
     return Response(answer.model_dump_json(), media_type="application/json")

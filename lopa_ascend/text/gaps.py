@@ -12,17 +12,12 @@ from lopa_ascend.types import GappedText
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A place in a text that is to be filled. A token that ends the answer ends it earlier.
-
-    Raises:
-        ParameterError: a length is not positive, or both are given.
-    """
+    """A place to fill in a text; what ends an answer ends it too. Raises ParameterError for two lengths, or one below
+    1."""
 
     tokens: int | None = None
-    """Its length."""
     max_tokens: int | None = None
-    """The most that its length, which is found, can be. None beside ``tokens`` None:
-    ``DecodingParams.max_new_tokens``."""
+    """The most that its length, which is found, can be. With ``tokens`` None too: ``max_new_tokens``."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.max_tokens is not None:
@@ -33,7 +28,7 @@ class Gap:
                 raise ParameterError(name, f"must be an integer of 1 or more, got {value!r:.100}")
 
     def size(self, longest: int) -> int:
-        """The most tokens that it can have, with ``max_new_tokens`` of ``longest``."""
+        """Most tokens that it can have, if ``max_new_tokens`` is ``longest``."""
         return self.tokens or self.max_tokens or longest
 
 
@@ -44,11 +39,7 @@ Piece = list[int] | Gap
 def pieces_of(
     parts: Sequence[str | Sequence[int] | Gap], encode: Callable[[str | Sequence[int], FieldPath], list[int]]
 ) -> tuple[list[int], list[Piece]]:
-    """The prompt of a text with gaps, and what follows it.
-
-    Args:
-        encode: the token ids of a part, which came in a field.
-    """
+    """The prompt of a text with gaps, and what follows it. ``encode`` gives the token ids of a part, by its field."""
     pieces = list[Piece]()
     for index, part in enumerate(parts):
         is_gap = isinstance(part, Gap)
@@ -65,11 +56,7 @@ def pieces_of(
 
 
 def gapped_text(pieces: Sequence[Piece], longest: int, mask: int) -> GappedText:
-    """What follows the prompt.
-
-    Args:
-        longest: tokens of a gap that names no size.
-    """
+    """What follows the prompt. A gap that names no size has ``longest`` tokens at most."""
     tokens, flexible, num_gaps = list[int](), list[int](), 0
     for piece in pieces:
         if isinstance(piece, list):
@@ -83,11 +70,7 @@ def gapped_text(pieces: Sequence[Piece], longest: int, mask: int) -> GappedText:
 
 
 def whole_text(parts: Sequence[str | Sequence[int] | Gap], texts: Sequence[str | None]) -> str | None:
-    """The parts with their gaps filled; None if one of them is no text.
-
-    Args:
-        texts: for each gap what is in it.
-    """
+    """The parts with their gaps filled by ``texts``; None if one of them is no text."""
     filled = iter(texts)
     pieces = [next(filled) if isinstance(part, Gap) else part for part in parts]
     known = [piece for piece in pieces if isinstance(piece, str)]

@@ -32,13 +32,12 @@ T = TypeVar("T")
 _LIBC = ctypes.CDLL(None)
 
 MAX_FORCED = 2**16
-"""Most bytes, by which the guard's tokens are counted, that a grammar may force at the beginning. A longer text has no
-end, or fits into no answer."""
+"""Most bytes, by the guard's tokens, that a grammar may force at the beginning. Longer texts fit into no answer."""
 ENDLESS = "every text that keeps to it is too long, or has no end"
 MAX_CACHED = 2**28
 """Bytes of the compiled grammars that are kept, if there is more than one."""
 TRIMMED = 2**26
-"""Bytes for a grammar from which on it is worth while to look for memory that is free."""
+"""Bytes of a grammar from which on it is worth while to return free memory to the system."""
 MAX_WORKERS = 4
 """Most grammars that a process compiles at the same time."""
 STACK = 2**22
@@ -48,16 +47,11 @@ THREAD_STACK = 2**24
 
 
 class Vocabulary:
-    """A tokenizer as llguidance wants it. From the file alone llguidance takes every added token of the form <...> for
-    a special one, which no text has, but encodes texts with it all the same.
+    """A tokenizer as llguidance wants it. The file alone does not do: llguidance takes every added token <...> in it
+    for a special one, which no text has, but encodes texts with it all the same.
 
-    Special tokens are no part of a text: where their text occurs, ordinary tokens write it. The other added tokens are
-    tokens like any.
-
-    Attributes:
-        tokens: the bytes of each token. The last one, which the model does not have, is what llguidance calls EOS.
-        hidden: set of the tokens that no text has.
-        compiled: what llguidance makes of it.
+    Ordinary tokens write the text of a special one. Other added tokens are tokens like any. ``tokens`` has the bytes of
+    each token; the last one, which the model lacks, is llguidance's EOS. No text has the tokens in the set ``hidden``.
     """
 
     bos_token_id = None
@@ -75,26 +69,20 @@ class Vocabulary:
         self.compiled = LLTokenizer(TokenizerWrapper(self))
 
     def __call__(self, text: bytes) -> list[int]:
-        """The tokens of a text, whose bytes are its own, not one more or less."""
+        """The tokens of exactly these bytes."""
         tokens: list[int] = self._backend.encode(text.decode(), add_special_tokens=False).ids
         if b"".join(self.tokens[token] for token in tokens) == text:
             return tokens
         return self._spell(text, self.hidden)  # a token took whitespace with it, or the tokenizer begins with a space
 
     def without(self, tokens: Sequence[int], hidden: int) -> list[int]:
-        """Tokens with the same bytes, none of which is in a set."""
+        """Tokens with the same bytes, none of them in the set ``hidden``."""
         spelled = ([token] if not hidden >> token & 1 else self._spell(self.tokens[token], hidden) for token in tokens)
         return list(chain.from_iterable(spelled))
 
 
 class GrammarMatcher:
-    """Follows a text; see ``decode.constraint.Matcher``.
-
-    Args:
-        matcher: of llguidance, at the beginning.
-        vocabulary: of the model.
-        ends: token ids that end the answer. They write no text either.
-    """
+    """Follows a text; see ``decode.constraint.Matcher``. Token ids in ``ends`` end the answer, and write no text."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, ends: Sequence[int] = ()):
         self._matcher, self._vocabulary = matcher, vocabulary
@@ -142,11 +130,9 @@ class CompiledGrammar:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is compiled."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until it is compiled, or for ``timeout`` seconds."""
         wait([self._future], timeout)
 
     @property
@@ -158,25 +144,14 @@ class CompiledGrammar:
         return _reason(compiled.get_error()) if compiled.is_error() else None
 
     def matcher(self, ends: Sequence[int] = ()) -> GrammarMatcher:
-        """A matcher at the beginning of a text; waits until it is compiled.
-
-        Args:
-            ends: token ids that end the answer.
-
-        Raises:
-            GrammarError: it has an error.
-        """
+        """A matcher at the beginning of a text; waits until it is compiled. Raises GrammarError if it has an error."""
         if self.error is not None:
             raise GrammarError(self.error)
         return GrammarMatcher(self._future.result().deep_copy(), self._vocabulary, ends)
 
 
 class Grammars:
-    """Compiles grammars that a guard has let pass, in threads, and keeps the last ones. Threads may share it.
-
-    Args:
-        tokenizer: the model's.
-    """
+    """Compiles grammars that a guard has let pass, in threads, and keeps the last ones. Threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._vocabulary = Vocabulary(tokenizer)
@@ -185,8 +160,7 @@ class Grammars:
         self._workers = ThreadPoolExecutor(num_workers(), "grammars")
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Begins to compile a grammar, unless it is among the last ones. Raises as ``source_of`` if no guard has let it
-        pass."""
+        """Begins to compile a grammar that is not known. Raises as ``source_of`` if no guard has let it pass."""
         with self._lock:
             compiled = self._compiled.pop(grammar, None)
             if compiled is None:
@@ -202,7 +176,6 @@ class Grammars:
         return compiled
 
     def matcher(self, grammar: Grammar, ends: Sequence[int] = ()) -> GrammarMatcher:
-        """A matcher at the beginning of a text, once the grammar is compiled; see ``CompiledGrammar.matcher``."""
         return self.compile(grammar).matcher(ends)
 
 
@@ -215,12 +188,11 @@ def _compiled_and_trimmed(vocabulary: LLTokenizer, grammar: Grammar) -> LLMatche
 
 
 def _size(grammar: Grammar) -> int:
-    """The bytes that a compiled grammar is taken to have."""
+    """An estimate of the bytes that a compiled grammar has."""
     return max(grammar.compiled_bytes, 64 * len(grammar.text))
 
 
 def num_workers() -> int:
-    """Grammars that are compiled at the same time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_WORKERS, cores // 2))
 
@@ -239,15 +211,14 @@ def large_stack() -> Iterator[None]:
 
 
 def compiled_matcher(vocabulary: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    """A matcher at the beginning of a text, for a grammar with its source; it may be one with an error. Other threads
-    run meanwhile."""
+    """A matcher for a grammar with its source; it may be one with an error. Other threads run meanwhile."""
     return LLMatcher(vocabulary, grammar.source, log_level=0, limits=_limits(grammar))
 
 
 def _limits(grammar: Grammar) -> LLParserLimits:
-    """Of the guard and of the engine, so that the one compiles what the other lets pass. With them a token takes some
-    ten milliseconds at most. Items are ways to read a beginning: a schema has up to 3 for each optional field; what is
-    no schema can be ambiguous everywhere, and then a token takes time that grows with their square."""
+    """Guard and engine share them, so the engine compiles what the guard lets pass. A token takes some ten milliseconds
+    at most. Items are ways to read a beginning: a schema has up to 3 for each optional field. Other grammars can be
+    ambiguous everywhere: a token's time grows with the square of the items."""
     is_schema = grammar.kind in ("json", "json_object")
     has_schemas = is_schema or "%json" in grammar.text
     return LLParserLimits(
@@ -261,8 +232,8 @@ def _limits(grammar: Grammar) -> LLParserLimits:
 
 
 def faults(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[tuple[FieldPath, str]]:
-    """Why a grammar with its source cannot be used: path and message, as of a ``ParameterError``. Each says more than
-    the one before. There is none if it can be used."""
+    """Why a grammar with its source cannot be used, as path and message of a ParameterError, each time in more
+    detail."""
     compiled = compiled_matcher(vocabulary, grammar)
     num_forced = 0
     while num_forced <= MAX_FORCED and (forced := compiled.compute_ff_tokens()):  # each time as far as limits allow
@@ -283,7 +254,7 @@ def faults(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[tuple[FieldPat
 
 
 def suspects(vocabulary: LLTokenizer, grammar: Grammar) -> Iterator[FieldPath]:
-    """The paths of a schema's parts, each before it is compiled by itself, and at the end that of the grammar."""
+    """The paths of a schema's parts, each before it is compiled by itself; at the end that of the grammar."""
     for place, part in _parts(grammar):
         yield place
         _is_wrong(vocabulary, part)
@@ -306,11 +277,8 @@ def _is_wrong(vocabulary: LLTokenizer, schema: Any) -> bool:
 
 
 def source_of(grammar: Grammar) -> str:
-    """The grammar in a form of llguidance. Python writes it, and with a large schema takes seconds.
-
-    Raises:
-        ParameterError: a JSON schema in it is wrong, not supported, or too large; the path leads to the part.
-    """
+    """The grammar in a form of llguidance; a large schema takes seconds of Python. Raises ParameterError: what is
+    wrong, not supported or too large, and where."""
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "choice":

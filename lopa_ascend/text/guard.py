@@ -51,11 +51,7 @@ _OUT_OF_MEMORY = 9
 
 
 class Guard:
-    """Refuses grammars that could do harm, or cannot be used. Threads may share it.
-
-    Args:
-        tokenizer: the model's.
-    """
+    """Refuses grammars that could do harm, or cannot be used. Threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -71,12 +67,8 @@ class Guard:
             process.close()
 
     def checked(self, grammar: Grammar) -> Grammar:
-        """The grammar as the engine takes it.
-
-        Raises:
-            ParameterError: the grammar has an error, what it uses is not supported, it is too large, or no text that
-                ends keeps to it.
-        """
+        """The grammar as the engine takes it. Raises ParameterError if it is wrong, not supported or too large, or no
+        text that ends keeps to it."""
         with self._lock:
             passed = self._passed.pop(grammar, None)
         if passed is None:
@@ -102,7 +94,6 @@ class Guard:
         raise ParameterError(tuple(place), f"{_explain(status)}; make it simpler")
 
     def _ask(self, grammar: Grammar, seconds: float, *, wants_place: bool = False) -> tuple[list[Any], int]:
-        """See ``_WarmProcess.ask``."""
         request = json.dumps([grammar.kind, grammar.text, seconds, wants_place]).encode()
         for _ in range(2):  # the warm process may have ended, or been killed
             process = self._warm_process()
@@ -156,13 +147,9 @@ class _WarmProcess:
         return not self.close.alive
 
     def ask(self, request: bytes) -> tuple[list[Any], int]:
-        """What a fork has found out, and its exit status, as that of ``subprocess``: why the grammar is refused, each
-        time with more to it; or its source, with the bytes that it takes; or places.
-
-        Raises:
-            TimeoutError: there is no answer.
-            OSError: the warm process has ended.
-        """
+        """What a fork has found out, and its exit status as ``subprocess`` has it. Found out: why the grammar is
+        refused, each time in more detail; or its source and the bytes it takes; or places. Raises TimeoutError, or
+        OSError if the warm process has ended."""
         ours, theirs = socket.socketpair()
         with ours:
             ours.settimeout(PATIENCE)
@@ -281,7 +268,6 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _most_memory() -> int:
-    """The most bytes that this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -49,7 +49,7 @@ _REFERRING = {"$ref", "$defs", "definitions", "title", "description", "default",
 _PLAIN = r'[^"\\\x00-\x1f]'
 STRING = rf'/"({_PLAIN}|\\["\\bfnrt]|\\u00(0[0-7be-f]|1[0-9a-f]))*"/'
 _REGEX = r"^(([^\\\[\](){}*+?|^$]|\\[dswDSW\\.*+?^$|()\[\]{}/]|\[\^?(a-z|A-Z|0-9|[^\[\]\\^-])+\])[*+?]?|[|^$])*$"
-"""Of the texts that every dialect takes as an expression, the plain ones."""
+"""Plain expressions, which every dialect reads alike."""
 WHOLE, PART = "(0|[1-9][0-9]{{0,{}}})", r"(\.[0-9]{{1,{}}})?"
 INTEGER = f"/-?{WHOLE.format(DIGITS - 1)}/"
 NUMBER = f"/-?{WHOLE.format(DIGITS - 1)}{PART.format(DIGITS)}([eE][+-]?[0-9]{{1,{EXPONENT}}})?/"
@@ -64,14 +64,8 @@ class Refused(Exception):
 
 
 def json_rules(schema: Schema, name: str) -> list[str]:
-    """The rules of a schema.
-
-    Args:
-        name: of the first rule, with which the names of the others begin.
-
-    Raises:
-        ParameterError: what the schema says is wrong or not supported, or it is too large; the path is its place.
-    """
+    """The rules of a schema; their names begin with ``name``, that of the first. Raises ParameterError with the place
+    of what is wrong, not supported or too large."""
     places = {id(part): place for place, part in parts(schema) if isinstance(part, dict)}
     try:
         return _Writer(schema, name, places).rules()
@@ -111,12 +105,8 @@ def with_json_rules(grammar: str) -> str:
 
 
 class _Cases:
-    """Takes schemas apart.
-
-    Args:
-        root: what references begin at.
-        places: by identity of each part of it that is an object; references add to it.
-    """
+    """Takes schemas apart. References begin at ``root``. ``places`` has its objects by identity, and references'
+    too."""
 
     def __init__(self, root: Schema, places: dict[int, FieldPath]):
         self._root, self._places = root, places
@@ -187,7 +177,6 @@ class _Cases:
                 yield self.cases({"properties": {name: False}}) + self.cases(needed)
 
     def target(self, schema: Fact) -> Schema:
-        """What a reference points to."""
         reference = schema["$ref"]
         if not isinstance(reference, str):
             raise Refused(schema, "$ref: must be a text")
@@ -308,7 +297,6 @@ class _Cases:
         return tuple(found.values())
 
     def named(self, facts: Sequence[Fact], name: str) -> View:
-        """What a property keeps to."""
         found: list[Schema] = []
         for fact in facts:
             own = [fact["properties"][name]] if name in (fact.get("properties") or ()) else []
@@ -335,7 +323,6 @@ def key_of(view: View) -> tuple[int, ...]:
 
 
 def item(facts: Sequence[Fact], index: int) -> View:
-    """What an item keeps to."""
     found = []
     for fact in facts:
         first, rest = _items(fact)
@@ -363,7 +350,6 @@ def _required(facts: Iterable[Fact]) -> dict[str, None]:
 
 
 def counts(facts: Iterable[Fact], what: str) -> tuple[int, float]:
-    """At least and at most so many."""
     least = [int(fact["min" + what]) for fact in facts if fact.get("min" + what) is not None]
     most = [fact["max" + what] for fact in facts if fact.get("max" + what) is not None]
     return max(least, default=0), min(most, default=float("inf"))
@@ -432,7 +418,7 @@ _FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 
 
 def _opposites(kind: str, fact: Fact) -> Iterator[Fact]:
-    """Facts of which one holds wherever a fact about values of a type does not."""
+    """Facts, one of which holds wherever ``fact`` does not."""
     said = {keyword: value for keyword, value in fact.items() if value is not None}
     for keyword in _WITHOUT_OPPOSITE.get(kind, ()):
         if said.get(keyword, True) is not True:
@@ -481,8 +467,7 @@ _WITHOUT_OPPOSITE = {
 
 
 def scalar(kind: str, facts: Sequence[Fact]) -> str | None:
-    """A terminal, or from "%json" a rule, of the values of a type other than array and object; None if there are
-    none."""
+    """A terminal, or from "%json" a rule, of a type's values, without arrays and objects; None if there are none."""
     consts = [fact["const"] for fact in facts if "const" in fact]
     if consts:
         return literal(consts[0]) if _fits(consts[0], facts) else None
@@ -616,14 +601,8 @@ def _magnitude(low: Bound | None, high: Bound | None, is_fraction: bool, most_pl
 
 
 def _side(before: str, after: str, above: bool, strict: bool) -> str:
-    """An expression of the decimals on one side of one from 0; leading zeros, and how many digits, are not looked at.
-
-    Args:
-        before: the digits before the point.
-        after: those after it, without zeros at the end.
-        above: numbers from it, or up to it.
-        strict: without itself.
-    """
+    """An expression of the decimals above or below one from 0 on. ``before`` and ``after`` are its digits around the
+    point, without zeros at the end; ``strict``: without itself. Leading zeros and the number of digits may be any."""
     length = len(before)
     wholes = [*_differing(before, above, "[0-9]{{{}}}")]
     if above or length > 1:
@@ -710,11 +689,7 @@ _TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 
 
 def _search(pattern: str, is_ascii: bool = True) -> str:
-    """An expression of the texts in which a pattern is found.
-
-    Args:
-        is_ascii: "\\w" and "\\d" mean ASCII alone.
-    """
+    """An expression of the texts in which a pattern is found. ``is_ascii``: "\\w" and "\\d" mean ASCII alone."""
     depth = 0
     ways: list[list[str]] = [[]]
     written = {"/": r"\/", "\n": r"\n", "\r": r"\r", **({r"\d": "[0-9]", r"\w": "[a-zA-Z0-9_]"} if is_ascii else {})}
@@ -738,11 +713,7 @@ def _search(pattern: str, is_ascii: bool = True) -> str:
 
 
 class _Writer(_Cases):
-    """Writes rules.
-
-    Args:
-        name: of the first rule, with which the names of all begin.
-    """
+    """Writes rules, whose names begin with ``name``."""
 
     def __init__(self, root: Schema, name: str, places: dict[int, FieldPath]):
         super().__init__(root, places)
@@ -781,7 +752,6 @@ class _Writer(_Cases):
         return endless
 
     def rule(self, view: View) -> str:
-        """The name of the rule of what keeps to schemas."""
         view = self.canonical(view)
         key = key_of(view)
         if key not in self._views:
@@ -891,7 +861,6 @@ class _Writer(_Cases):
         return f'"{{" {text} "}}"' if is_needed or least else f'"{{" ({text})? "}}"'
 
     def _counting(self, members: Sequence[tuple[str, bool]], least: int, most: float) -> str:
-        """An object of so many of its members."""
         ways: dict[int, str] = {0: ""}
         for text, is_needed in members:
             longer = {count + 1: f'{before} "," {text}' if before else text for count, before in ways.items()}
@@ -944,7 +913,6 @@ class _Writer(_Cases):
 
 
 def _times(text: str, least: int, most: float) -> str:
-    """A text so many times."""
     if most < 1:
         return ""
     if most > MAX_TIMES:

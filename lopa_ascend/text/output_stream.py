@@ -13,18 +13,10 @@ from lopa_ascend.types import GappedText, GenerationOutput, Progress, StepRecord
 
 
 class OutputStream:
-    """One request from its reader's side.
+    """One request from its reader's side. Without a tokenizer there is no text.
 
     The engine knows no text, so it does not notice stop strings: when ``stopped`` is set, the reader must abort the
-    request.
-
-    Attributes:
-        output: the finished output; None until nothing more will come.
-
-    Args:
-        prompt: token ids of the prompt.
-        params: the request's parameters, of which the stop strings and stop tokens are used.
-        tokenizer: None for a model without one; then there is no text.
+    request. ``output`` is None until nothing more will come.
     """
 
     def __init__(self, prompt: Sequence[int], params: DecodingParams, tokenizer: Tokenizer | None):
@@ -33,9 +25,8 @@ class OutputStream:
         self._stop_token_ids = params.stop_token_ids
         self._stream = TextStream(tokenizer, params.stop, params.min_new_tokens) if tokenizer else None
         self._tokens = TokenRun()
-        """What is final."""
         self._num_shown = 0
-        """How many of these may be shown."""
+        """Tokens that may be shown."""
         self._text = ""
         self._records: list[StepRecord] = []
         self._marks: list[tuple[float, int]] = []
@@ -49,7 +40,6 @@ class OutputStream:
 
     @property
     def progress(self) -> Progress:
-        """What may be shown now."""
         return Progress(self._tokens[: self._num_shown], self._text, self.output)
 
     def push(self, update: Update) -> GenerationOutput | None:
@@ -88,7 +78,6 @@ class OutputStream:
         )
 
     def _reason(self, update: Update) -> tuple[str, int | str | None]:
-        """Finish reason and stop reason of the output."""
         if update.finish_reason == "abort":
             return "abort", None
         if self._stream is not None and self._stream.stopped is not None:
@@ -99,11 +88,8 @@ class OutputStream:
 
 
 class GapsStream(OutputStream):
-    """As ``OutputStream``, of a text with gaps: each gap is read as an answer of its own.
-
-    Args:
-        gapped: has one gap at least. Those whose lengths are found end their texts as a stop does.
-    """
+    """As ``OutputStream``, for a text with gaps: each is read as an answer of its own. A gap whose length is found ends
+    its text as a stop does."""
 
     def __init__(self, prompt: Sequence[int], params: DecodingParams, tokenizer: Tokenizer | None, gapped: GappedText):
         super().__init__(prompt, params, tokenizer)
@@ -163,7 +149,6 @@ class GapsStream(OutputStream):
 def output_stream(
     prompt: Sequence[int], params: DecodingParams, tokenizer: Tokenizer | None, gapped: GappedText | None = None
 ) -> OutputStream:
-    """The stream of a request; ``gapped``: if it is a text with gaps."""
     if gapped is None:
         return OutputStream(prompt, params, tokenizer)
     return GapsStream(prompt, params, tokenizer, gapped)

@@ -20,19 +20,12 @@ NAMED = (
     "decoding", "base", "branch_acceptance", "num_branches", "block_size", "tau_add", "tau_act", "tau_conf",
     "temperature",
 )  # fmt: skip
-"""Decoding parameters that the first event names: by them the states of blocks can be told, and runs compared."""
+"""Decoding parameters in the first event: they explain the states of blocks, and make runs comparable."""
 
 
 class PassEvents:
-    """Makes the events of one request.
-
-    Args:
-        head: ``id``, ``created`` and ``model``.
-        prompt: its token ids.
-        params: how the request is decoded.
-        properties: the model's.
-        tokenizer: None: tokens have no text.
-    """
+    """Makes the events of one request. ``head`` has ``id``, ``created`` and ``model``; without a tokenizer there is no
+    text."""
 
     def __init__(
         self,
@@ -49,7 +42,6 @@ class PassEvents:
         """Positions of the canvas whose tokens were in an event."""
 
     def start(self, *, with_prompt: bool) -> Json:
-        """The first event; ``with_prompt``: it has the text of the prompt."""
         prompt = None
         if with_prompt and self._tokenizer is not None:
             prompt = self._tokenizer.decode(self._prompt, skip_special_tokens=False)
@@ -67,13 +59,7 @@ class PassEvents:
         }
 
     def step(self, record: StepRecord, seconds: float, text: str) -> Json:
-        """The event of one forward pass.
-
-        Args:
-            record: the pass.
-            seconds: from the beginning of the request to the end of the pass.
-            text: what is final of the answer after it.
-        """
+        """The event of a forward pass that ended ``seconds`` after the request began; ``text`` is final then."""
         winner = record.branches[record.winner]
         own = [fill for fill in winner.own_fills if fill.position not in record.remasked]
         fills = [*own, *record.fills, *record.forced]
@@ -99,7 +85,6 @@ class PassEvents:
         }
 
     def done(self, output: GenerationOutput, text: str) -> Json:
-        """The last event."""
         # A lookahead branch without masks wins without another pass, so its last token was in no diffusion.step.
         fills = [
             self._filled(position, token, prob)

@@ -28,16 +28,11 @@ class Prompts:
 
     Args:
         tokenizer: None for a model without one; then prompts must be token ids.
-        vocab_size: rows of the model's embedding; every token id must be below.
-        mask_token_id: id of the mask, which no prompt may hold.
-        model_name: for messages.
-        max_model_len: most tokens of a prompt. Texts and conversations that cannot have so few are refused before
-            they are tokenized; None: no text is.
+        max_model_len: most tokens of a prompt. Texts that cannot have so few are refused before they are tokenized;
+            None: no text is.
         split_special_tokens: special tokens in the texts of messages are plain text. The mask always is.
-        template_variables: what the chat template gets unless a conversation says otherwise.
-
-    Raises:
-        ParameterError: the template does not read such a variable.
+        template_variables: what the chat template gets unless a conversation says otherwise. Raises ParameterError if
+            it does not read one of them.
     """
 
     def __init__(
@@ -74,14 +69,13 @@ class Prompts:
         return Guard(self.tokenizer)
 
     def close(self) -> None:
-        """Ends the processes that compile grammars and render chat templates. What needs one starts it again."""
+        """Ends the processes for grammars and chat templates. What needs one starts it again."""
         if "_guard" in self.__dict__:
             self._guard.close()
         end_processes()
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """The token ids of a prompt. One that is empty, far too long, or holds ids that the model does not have is
-        refused."""
+        """The token ids of a prompt. Refuses one that is empty or far too long, or has ids that the model lacks."""
         ids = self.encode_text(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ParameterError("prompt", "must not be empty")
@@ -118,11 +112,8 @@ class Prompts:
         *,
         checked: bool = True,
     ) -> list[int]:
-        """The token ids of the prompt that the chat template makes of a conversation. See ``ChatTemplate.render``.
-
-        Args:
-            checked: refuse what ``encode`` refuses, such as a mask that the template writes.
-        """
+        """The token ids of the prompt that the chat template makes of a conversation; see ``ChatTemplate.render``.
+        ``checked``: refuses what ``encode`` refuses, such as a mask that the template writes."""
         if self.tokenizer is None:
             raise ParameterError("messages", f"{self._model_name} has no tokenizer files, so no chat template")
         if self._max_model_len is not None and len(messages) > self._max_model_len:
@@ -175,12 +166,10 @@ class Prompts:
             raise ParameterError("max_thinking_tokens", f"{problem}; leave it out")
 
     def for_engine(self, params: DecodingParams, thinking: Thinking | None = None) -> DecodingParams:
-        """The parameters of a request as the engine takes them: it knows no text, and no special tokens by name. For
-        ``thinking`` see the method.
+        """The parameters as the engine takes them: it knows no text, and no special tokens by name.
 
-        - A text in ``bad_words`` stands for its tokens alone and for those after a space, which may differ.
-        - A stop string that is a special token, such as "<|im_end|>", becomes one of ``stop_token_ids``: special tokens
-          are no part of an answer's text, in which it would never be found.
+        A text in ``bad_words`` stands for its tokens alone and for those after a space, which may differ. A stop string
+        that is a special token, such as "<|im_end|>", becomes one of ``stop_token_ids``: no answer's text has it.
         """
         has_banned_texts = any(isinstance(word, str) for word in params.bad_words)
         if self.tokenizer is None:
@@ -203,8 +192,7 @@ class Prompts:
 
 
 def _after_thinking(params: DecodingParams, thinking: Thinking) -> DecodingParams:
-    """The parameters of an answer whose grammar, if any, begins after what the model thinks. Only a grammar can end
-    that."""
+    """Lets the answer's grammar, if any, begin after what the model thinks. Only a grammar can end that."""
     grammar = params.structured_outputs
     if grammar is None and thinking.max_tokens is not None:
         grammar = Grammar("any", "")
@@ -212,8 +200,7 @@ def _after_thinking(params: DecodingParams, thinking: Thinking) -> DecodingParam
 
 
 def _special_stops(params: DecodingParams, tokenizer: Tokenizer, mask_token_id: int) -> list[int]:
-    """The token ids of those stop strings that are special tokens. The mask, and ids that stop the answer already, are
-    left out."""
+    """The ids of stop strings that are special tokens, without the mask and ids that stop the answer already."""
     known = (mask_token_id, *params.stop_token_ids)
     ids = map(tokenizer.special_id_of, params.stop)
     return [token for token in ids if token is not None and token not in known]

@@ -11,13 +11,8 @@ OPEN, CLOSE = "<think>", "</think>"
 class ReasoningReader:
     """Splits the growing text of an answer into what the model thinks and what it says after that.
 
-    White space around each is left out. Marks that come after the answer has begun are part of it.
-
-    Attributes:
-        begin: where the answer begins in the text; None while that is not known.
-
-    Args:
-        thinking: how the model thinks.
+    White space around each is left out. Marks that come after the answer has begun are part of it. ``begin`` is where
+    the answer begins in the text; None while that is not known.
     """
 
     def __init__(self, thinking: Thinking):
@@ -29,12 +24,7 @@ class ReasoningReader:
         """Characters that are settled."""
 
     def push(self, text: str, *, is_final: bool) -> str:
-        """What the model has thought, as far as it is new.
-
-        Args:
-            text: the whole text so far.
-            is_final: nothing follows.
-        """
+        """What the model has thought, as far as it is new. ``text`` is the whole so far."""
         said = list[str]()
         while self.begin is None and (self._think if self._is_open else self._decide)(text, is_final, said):
             pass

@@ -27,7 +27,7 @@ Json = dict[str, Any]
 
 
 class _GenerationTag(Extension):
-    """The tag that transformers adds to Jinja: ``{% generation %}`` around what a model has said."""
+    """transformers' tag ``{% generation %}`` around what a model has said."""
 
     tags = {"generation"}  # as Jinja declares it
 
@@ -80,7 +80,6 @@ _ENVIRONMENT = _make_environment()
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> tuple[Template, list[str]]:
-    """A template, and the variables that it reads."""
     tree = _ENVIRONMENT.parse(source)
     return _ENVIRONMENT.from_string(tree), sorted(meta.find_undeclared_variables(tree) - _ENVIRONMENT.globals.keys())
 

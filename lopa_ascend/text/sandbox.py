@@ -38,21 +38,12 @@ class LimitError(ValueError):
 
 
 class ChatTemplate:
-    """A chat template.
-
-    Args:
-        source: its text.
-        tokens: the special tokens that it may use, by name.
-
-    Raises:
-        TemplateError: it is no Jinja template.
-        LimitError: it cannot be compiled within the limits.
-    """
+    """A chat template, and the special tokens that it may use, by name. Raises TemplateError if it is no Jinja
+    template, LimitError if compiling it exceeds the limits."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]):
         self._source, self._tokens = source, dict(tokens)
         self.variables = frozenset(_ask(source, None)["variables"])
-        """What it reads."""
         self.free_variables = self.variables - {"messages", "tools", "add_generation_prompt", *tokens}
         """What it reads beside the conversation."""
 
@@ -62,17 +53,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that the template makes of a conversation, up to where the assistant's answer begins.
-
-        Args:
-            messages: the conversation.
-            tools: functions that the answer may call, as OpenAI's chat completions take them.
-            variables: further ones for the template, by name.
-
-        Raises:
-            TemplateError: the template refuses the messages, or they cannot be sent to a process.
-            LimitError: it takes too long, or makes too much.
-        """
+        """The text that the template makes of a conversation, up to where the assistant's answer begins. Functions in
+        ``tools`` have the form of OpenAI's chat completions. Raises TemplateError if the template refuses the messages,
+        or they cannot be sent to a process; LimitError if it takes too long, or makes too much."""
         own = {"messages": messages, "tools": tools or None, "add_generation_prompt": True, **self._tokens}
         text: str = _ask(self._source, {"documents": None, **(variables or {}), **own})["text"]
         return text
@@ -136,7 +119,6 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Ends a process; returns its status."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.kill()
@@ -156,7 +138,6 @@ def _reason(status: int) -> str:
 
 @atexit.register
 def end_processes() -> None:
-    """Ends the processes that wait."""
     while _idle:
         _end(_idle.pop())
 

@@ -23,11 +23,7 @@ MAX_VALUES = 4096
 
 
 def parts(schema: Schema, place: FieldPath = ()) -> Iterator[tuple[FieldPath, Schema]]:
-    """A schema and all schemas in it, each with its place.
-
-    Raises:
-        ParameterError: it is too deep; without a path.
-    """
+    """A schema and all schemas in it, each with its place. Raises ParameterError without a path if it is too deep."""
     yield place, schema
     if not isinstance(schema, dict):
         return
@@ -51,8 +47,8 @@ _OPENING = ("additionalProperties", "patternProperties", "unevaluatedProperties"
 
 
 def closed(schema: Schema) -> Schema:
-    """The schema with objects that have no other properties than those it names, unless it says of any that they do, or
-    unless several schemas together say which properties one object has."""
+    """The schema with closed objects: they have the properties that it names alone, unless it says otherwise of any
+    object, or several schemas together describe one."""
     for _, part in parts(schema):
         if not isinstance(part, dict):
             continue
@@ -65,7 +61,6 @@ def closed(schema: Schema) -> Schema:
 
 
 def _closed(value: Any, keyword: str = "") -> Any:
-    """A schema, or what stands under a keyword of one."""
     if isinstance(value, list):
         return [_closed(item) for item in value] if keyword in _LISTED else value
     if not isinstance(value, dict):
@@ -78,13 +73,12 @@ def _closed(value: Any, keyword: str = "") -> Any:
 
 
 def parts_alone(schema: Schema) -> Iterator[tuple[FieldPath, Schema]]:
-    """The parts of a schema with something that llguidance compiles: their places, and that alone."""
+    """For each part of which llguidance compiles something: its place, and that alone."""
     found = ((place, _alone(part)) for place, part in parts(schema) if isinstance(part, dict))
     return ((place, alone) for place, alone in found if alone)
 
 
 def _alone(part: dict[str, Any]) -> Schema:
-    """What a part says that llguidance compiles."""
     alone = {keyword: part[keyword] for keyword in ("pattern", "format", "minLength", "maxLength") if keyword in part}
     patterns = part.get("patternProperties")
     return {**alone, "patternProperties": dict.fromkeys(patterns, True)} if isinstance(patterns, dict) else alone

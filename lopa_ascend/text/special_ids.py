@@ -14,18 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 def check_special_ids(tokenizer: Tokenizer, path: Path, mask_token_id: int, eos_token_ids: Sequence[int]) -> None:
-    """Refuses a mask that is an ordinary token, and warns of settings that are allowed but usually a mistake.
+    """Refuses a mask that is a token of the BPE vocabulary, by TokenizerError; warns of what is usually a mistake.
 
     A mask without a token is right: some models have more rows of the embedding than the tokenizer has ids.
-
-    Args:
-        tokenizer: the model's.
-        path: the model directory, for messages.
-        mask_token_id: as ``config.json`` names it.
-        eos_token_ids: the ids that end an answer.
-
-    Raises:
-        TokenizerError: the mask is a token of the BPE vocabulary.
     """
     text = tokenizer.piece(mask_token_id).decode(errors="replace")
     if text and not tokenizer.is_special(mask_token_id):
@@ -55,11 +46,10 @@ def check_special_ids(tokenizer: Tokenizer, path: Path, mask_token_id: int, eos_
 def end_token_ids(
     tokenizer: Tokenizer, mask_token_id: int, eos_token_ids: Sequence[int], family: Family | None = None
 ) -> tuple[int, ...]:
-    """The ids that end an answer: those of the configuration, the tokenizer's padding unless it is the mask, and the
-    family's own.
+    """The ids that end an answer: the configuration's, the family's, and the tokenizer's padding unless it is the mask.
 
-    Models fill what follows an answer with padding. DiffuCoder has a token of its own for that, "<|dlm_pad|>", which
-    its configuration does not name.
+    Models fill what follows an answer with padding, DiffuCoder with "<|dlm_pad|>", which its configuration does not
+    name.
     """
     names = [tokenizer.special["pad_token"]] if "pad_token" in tokenizer.special else []
     names += [] if family is None else family.end_tokens

@@ -14,12 +14,8 @@ class TextStream:
 
     Two endings are held back until more tokens decide about them: an incomplete UTF-8 sequence, and text that could
     begin a stop string. The text ends before the stop string that begins first, or of several at one place before the
-    longest; where the pushes cut the tokens makes no difference. No token is decoded twice.
-
-    Args:
-        tokenizer: gives the bytes of each token.
-        stop: stop strings.
-        min_tokens: a stop string does not count if it lies within the first ``min_tokens`` tokens.
+    longest; where the pushes cut the tokens makes no difference. No token is decoded twice. A stop string within the
+    first ``min_tokens`` tokens does not count.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0):
@@ -28,7 +24,6 @@ class TextStream:
         self._tokenizer, self._stop, self._min_tokens = tokenizer, stop, min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._shown = ""
-        """Text that is safe to show."""
         self._held = ""
         """The text after ``_shown``, which is held back."""
         self._lengths: list[int] = []
@@ -43,8 +38,7 @@ class TextStream:
 
     @property
     def num_text_tokens(self) -> int:
-        """Tokens of the answer: all, or when stopped those up to the one that completes the stop string, although the
-        text ends before that string."""
+        """Tokens of the answer: all, or when stopped those up to the one that completes the stop string."""
         return len(self._lengths) if self.stopped is None else bisect_left(self._lengths, self._stop_end) + 1
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -65,7 +59,6 @@ class TextStream:
         return self._shown
 
     def _decode_new(self, token_ids: Sequence[int], final: bool) -> None:
-        """Adds the text of tokens that have not been decoded yet to the held text."""
         length = len(self._shown) + len(self._held)
         chunks = [self._held]
         for token in token_ids[len(self._lengths) :]:
@@ -80,11 +73,7 @@ class TextStream:
         self._held = "".join(chunks)
 
     def _search(self, final: bool) -> int:
-        """Ends the text at a stop string if one is found and nothing can replace it.
-
-        Returns:
-            Characters of the held text that may be shown.
-        """
+        """Ends the text at a stop string that nothing can replace. Returns how many held characters may be shown."""
         open_start = len(self._held) if final else start_of_stop(self._held, self._stop)
         if len(self._lengths) < self._min_tokens:  # no stop string counts yet
             return open_start

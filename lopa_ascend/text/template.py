@@ -11,16 +11,8 @@ from lopa_ascend.text.tokenizer import TokenizerError
 
 
 def read_template(path: Path, config_file: Path, config: dict[str, Any]) -> tuple[str | None, str]:
-    """The template in chat_template.jinja, or else the (default) one in tokenizer_config.json; None if there is none.
-
-    Args:
-        path: the model directory.
-        config_file: path of tokenizer_config.json.
-        config: its content.
-
-    Returns:
-        The template, and where it was found, for messages.
-    """
+    """The template in chat_template.jinja, or else the (default) one in tokenizer_config.json, whose content is
+    ``config``; None if there is none. Also where it was found, for messages."""
     file = path / "chat_template.jinja"
     if file.exists():
         return read_text(file, TokenizerError), str(file)

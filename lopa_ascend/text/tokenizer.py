@@ -1,7 +1,6 @@
 """Text to token ids and back, by byte-level BPE, and conversations to token ids.
 
-Uses the `tokenizers` library alone, so that neither Dream's tokenizer class, which is remote code, is needed nor
-transformers, which takes seconds to import.
+The `tokenizers` library is enough: Dream's tokenizer class is remote code, transformers takes seconds to import.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ from lopa_ascend.text.sandbox import ChatTemplate, LimitError, TemplateError
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for.
-
-    Printable bytes stand for themselves; the others are written as the characters from U+0100 on.
-    """
+    """The byte of each character of a byte-level vocabulary: from U+0100 on, those that do not print."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -29,7 +25,7 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTES = _byte_alphabet()
 _CHARACTERS = {byte: character for character, byte in _BYTES.items()}
 NFC_FACTOR = 4
-"""Most characters that Unicode normalisation, which some tokenizers begin with, makes one of."""
+"""Most characters that one becomes in Unicode normalisation, with which some tokenizers begin."""
 
 
 def _token_bytes(token: str) -> bytes:
@@ -42,7 +38,6 @@ class TokenizerError(ValueError):
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All strings in a value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -51,13 +46,8 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer; ``load_tokenizer`` makes one from a model's files.
-
-    Args:
-        backend: the tokenizer of the `tokenizers` library.
-        special: named special tokens, such as "eos_token", that the chat template may use.
-        extra: further tokens that the template may use, by the names that the model's files give them.
-    """
+    """A byte-level BPE tokenizer; ``load_tokenizer`` makes it from a model's files. The chat template may use
+    ``special`` tokens, such as "eos_token", and ``extra`` ones, by name."""
 
     chat_template: str | None = None
     """Jinja template that renders a conversation; None if the model has none. Set it before the first ``render``."""
@@ -67,25 +57,19 @@ class Tokenizer:
         self.num_token_ids: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         """Token ids that exist: one more than the largest."""
         self.max_token_bytes = max(len(_token_bytes(token)) for token in backend.get_vocab(with_added_tokens=True))
-        """Bytes of the longest token."""
         self._backend = backend
         self._added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         """By token id: the tokens outside the BPE vocabulary."""
         self._pieces: dict[int, bytes] = {}
-        """What ``piece`` has returned, by token id."""
 
     def to_json(self) -> str:
-        """The whole of it but for the chat template, in the form of tokenizer.json."""
+        """The whole, without the chat template, in the form of tokenizer.json."""
         text: str = self._backend.to_str()
         return text
 
     def encode(self, *texts: str) -> list[int]:
-        """The token ids of a text, or of several, one after the other. Special tokens in a text are recognised; none is
-        added.
-
-        Raises:
-            ValueError: a text holds lone surrogates.
-        """
+        """The token ids of texts, one after the other. Special tokens in a text are recognised; none is added. Raises
+        ValueError for lone surrogates."""
         for text in texts:
             text.encode()
         # A batch, because that releases the GIL: megabytes of text take seconds.
@@ -99,24 +83,21 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> list[int]:
-        """The ids of all special tokens."""
         return [token for token, added in self._added.items() if added.special]
 
     def is_special(self, token: int) -> bool:
-        """Whether a token id is that of a special token."""
         return token in self._added and bool(self._added[token].special)
 
     def is_added(self, token: int) -> bool:
-        """Whether a token id is that of a token outside the BPE vocabulary, special or not."""
+        """Whether a token lies outside the BPE vocabulary, special or not."""
         return token in self._added
 
     def id_of(self, content: str) -> int | None:
-        """The id of a token; None if there is none with this text."""
+        """None if there is no token with this text."""
         token: int | None = self._backend.token_to_id(content)
         return token
 
     def special_id_of(self, content: str) -> int | None:
-        """The id of a special token; None if there is none with this text."""
         token = self.id_of(content)
         return token if token is not None and self.is_special(token) else None
 
@@ -129,11 +110,8 @@ class Tokenizer:
         return piece
 
     def spell(self, text: bytes, hidden: int) -> list[int]:
-        """The tokens of the BPE vocabulary that write a text, each as long as can be; up to where none fits.
-
-        Args:
-            hidden: a set of tokens, as an integer, that are not used: bit i stands for token id i.
-        """
+        """The tokens of the BPE vocabulary that write a text, each as long as can be; up to where none fits. Bit i of
+        ``hidden``: token i is not used."""
         tokens: list[int] = []
         characters = "".join(map(_CHARACTERS.__getitem__, text))
         start = 0
@@ -149,14 +127,10 @@ class Tokenizer:
         return tokens
 
     def max_characters(self, num_tokens: int) -> int:
-        """Characters of the longest text that ``num_tokens`` tokens can stand for.
-
-        Whitespace that a special token swallows counts as text, too.
-        """
+        """Characters of the longest text of ``num_tokens`` tokens, with white space that a special token swallows."""
         return num_tokens * self.max_token_bytes * NFC_FACTOR
 
     def template_reads(self, variable: str) -> bool:
-        """Whether the chat template uses a variable, such as "tools"."""
         return self._template is not None and variable in self._template.variables
 
     @property
@@ -170,13 +144,8 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that the chat template makes of messages with "role" and "content", up to where the assistant's
-        answer begins. See ``ChatTemplate.render``.
-
-        Raises:
-            ValueError: there are no messages, there is no chat template, or the template refuses the messages, takes
-                too long or makes too much.
-        """
+        """The text that the chat template makes of messages, up to where the assistant's answer begins. Raises
+        ValueError as ``ChatTemplate.render`` does, and if there are no messages or no template."""
         if self._template is None:
             raise ValueError("this model has no chat template")
         if not messages:

@@ -28,8 +28,7 @@ _CONFIG = "tokenizer_config.json"
 
 
 def load_tokenizer(path: str | Path, vocab_size: int, chat_template: str | None = None) -> Tokenizer | None:
-    """The tokenizer of a model directory, with its chat template or the one that replaces it; None if there are no
-    tokenizer files. See ``load_vocabulary`` and ``load_template``."""
+    """``load_vocabulary``, with the directory's chat template or the one that replaces it."""
     tokenizer = load_vocabulary(path, vocab_size)
     if tokenizer is not None:
         tokenizer.chat_template = load_template(path, chat_template)
@@ -37,11 +36,8 @@ def load_tokenizer(path: str | Path, vocab_size: int, chat_template: str | None 
 
 
 def load_template(path: str | Path, chat_template: str | None = None) -> str | None:
-    """The chat template of a model directory, or the one that replaces it; None if there is none.
-
-    Raises:
-        TokenizerError: a file is malformed, or the template is no template.
-    """
+    """The chat template of a model directory, or the one that replaces it; None if there is none. Raises TokenizerError
+    if a file is malformed."""
     if chat_template is not None:
         check_template(chat_template, "chat_template")
         return chat_template
@@ -59,12 +55,8 @@ def load_vocabulary(path: str | Path, vocab_size: int) -> Tokenizer | None:
     tokenizer_config.json. Only if it has no added_tokens_decoder, as in older directories, they also come from
     added_tokens.json, and from special_tokens_map.json, which goes first then; transformers does the same.
 
-    Args:
-        path: the model directory.
-        vocab_size: rows of the model's embedding; every token id must be below.
-
-    Raises:
-        TokenizerError: a file is missing or malformed, or the tokenizer has more ids than the model.
+    Raises TokenizerError if files are missing or malformed, or an id is beyond the ``vocab_size`` rows of the
+    embedding.
     """
     path = Path(path)
     if not any((path / name).exists() for name in ("tokenizer.json", "vocab.json", "merges.txt")):
@@ -140,7 +132,7 @@ def _check_class(file: Path, config: dict[str, Any]) -> None:
 
 
 def _read_bpe(path: Path, add_prefix_space: bool) -> tokenizers.Tokenizer:
-    """A byte-level BPE as Qwen2 sets it up, from vocab.json and merges.txt."""
+    """A byte-level BPE as Qwen2 sets it up."""
     for file in (path / "vocab.json", path / "merges.txt"):
         if not file.exists():
             raise TokenizerError(f"{file}: is missing, expected beside the other one of vocab.json and merges.txt")
@@ -175,7 +167,7 @@ def _read_merges(file: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _add_declared_tokens(path: Path, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Adds the tokens that added_tokens.json and tokenizer_config.json declare, at the ids that they declare."""
+    """Adds declared tokens at the ids that they are declared with."""
     declared: dict[int, tuple[Path, AddedToken]] = {}
 
     def add(file: Path, token_id: int, token: AddedToken) -> None:
@@ -217,8 +209,7 @@ def _is_older(config: dict[str, Any]) -> bool:
 
 
 def _special_tokens(path: Path, config: dict[str, Any]) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """The special tokens with a usual name, such as "eos_token", by name; those with a name of their own, by name; and
-    the others."""
+    """The special tokens: by a usual name, such as "eos_token"; by a name of their own; and the others."""
     sources = {path / _CONFIG: config}
     if _is_older(config):
         file = path / "special_tokens_map.json"
@@ -259,8 +250,7 @@ def _token_text(file: Path, field: str, value: object) -> str:
 
 
 def _flag(file: Path, values: dict[str, Any], name: str, within: str = "") -> bool:
-    """A field of ``values`` that is true or false; false if it is missing or null. Messages name the file and the
-    field, with the object that it is ``within``."""
+    """A field that is true or false; missing or null: false. Messages name the object that it is ``within``."""
     value = values.get(name)
     if value is not None and not isinstance(value, bool):
         field = f"{within}.{name}" if within else name

@@ -25,13 +25,8 @@ _FORCED = re.compile(rf"\n?{re.escape(HEAD)}([^\"]*){re.escape(MIDDLE)}")
 def call_grammar(
     schemas: Mapping[str, Mapping[str, Any]], *, several: bool, otherwise: Mapping[str, Any] | None = None
 ) -> str:
-    """The Lark grammar of an answer that calls functions.
-
-    Args:
-        schemas: by name of each function, which needs no escapes in JSON: the JSON Schema of its arguments.
-        several: there may be more than one call.
-        otherwise: the JSON Schema of an answer that may come in place of calls.
-    """
+    """The Lark grammar of an answer that calls functions. ``schemas``: of their arguments, by name, which needs no
+    escapes in JSON. ``several``: calls may follow one another. ``otherwise``: schema of an answer in place of calls."""
     names = range(len(schemas))
     rules = [
         "start: calls" + ("" if otherwise is None else " | answer"),
@@ -51,8 +46,6 @@ def _literal(text: str) -> str:
 
 @dataclass
 class ToolCall:
-    """One call."""
-
     name: str
     pieces: list[str] = field(default_factory=list)
     """Its arguments, JSON text, as far as they are known."""
@@ -70,12 +63,9 @@ class ToolCallReader:
     A push costs what is new in the text: at most two values of calls that did not end yet cover a character, as a quote
     that begins a string of one ends a string of the other.
 
-    Attributes:
-        calls: the calls so far.
-
     Args:
         names: of the functions. A call of another one is text, as is everything that is not a whole call.
-        is_forced: a grammar has made the text, so that a call is known by its beginning.
+        is_forced: a grammar has made the text, so a call is known by its beginning.
         several: calls after the first are not left out.
     """
 
@@ -93,12 +83,7 @@ class ToolCallReader:
     """Whether the character after ``_seen`` belongs to a string of that value."""
 
     def push(self, text: str, *, is_final: bool) -> str:
-        """What the answer says beside its calls, as far as it is new.
-
-        Args:
-            text: the whole text so far.
-            is_final: nothing follows.
-        """
+        """What the answer says beside its calls, as far as it is new. ``text`` is the whole so far."""
         said = list[str]()
         if not self.names:
             self._say(text, len(text), said, keep_space=True)
@@ -199,7 +184,6 @@ def arguments_of(text: str) -> dict[str, Any] | None:
 
 
 def _object_of(text: str) -> dict[str, Any] | None:
-    """The object that a text is in JSON, which knows neither halves of characters nor numbers that are not finite."""
     try:
         value = json.loads(text.strip())
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

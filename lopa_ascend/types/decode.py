@@ -1,7 +1,5 @@
-"""What a decoding strategy asks of one forward pass, what it gets back, and what it records.
-
-Positions are absolute: 0 is the first position of the prompt.
-"""
+"""What a decoding strategy asks of one forward pass, what it gets back, and what it records. Positions are absolute: 0
+is the first position of the prompt."""
 
 from __future__ import annotations
 
@@ -14,19 +12,17 @@ class Fill:
 
     position: int
     token: int
-    """Token id."""
     max_prob: float
-    """Probability of the token, float32."""
+    """Probability of ``token``, float32."""
     confidence: float
     """What the position is ranked by, float32; see ``DecodingParams.confidence``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edit(Fill):
-    """A token put in the place of another one."""
+    """A token put in the place of ``replaced``."""
 
     replaced: int
-    """Token id of the other one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +32,7 @@ class GappedText:
     tokens: tuple[int, ...]
     """Token ids; runs of the mask are gaps."""
     flexible: tuple[int, ...] = ()
-    """The gaps, by number, that may become shorter: the first passes find their lengths."""
+    """Numbers of the gaps that may become shorter: the first passes find their lengths."""
     num_gaps: int = 0
     num_given: int = 0
     """Tokens outside of gaps."""
@@ -47,34 +43,27 @@ class RowPlan:
     """One branch of one sequence in one forward pass."""
 
     start: int
-    """First position of the row."""
     tokens: tuple[int, ...]
-    """Token ids, masks included, of the positions [start, start + len(tokens))."""
+    """Of the positions from ``start`` on, masks included."""
     compute_from: int
-    """Before this position the row has the anchor's tokens, and sees no others. Where the same branch-parallel group
-    also computes the anchor, or another row with the anchor's tokens, this row takes over the keys, values and
-    predictions of that one, and computes only from here on."""
+    """First position that this row computes. Everything before it equals the anchor, sees nothing behind it, and is
+    reused from the last row of the group's share, which computes all."""
     entry_ends: tuple[int, ...]
-    """End positions of the attention entries, ascending. An entry covers the positions from the end of the entry before
-    it (or ``start``) to its own end, and its queries see every key before its end."""
+    """Ends of the attention entries, ascending. An entry covers the positions from the end before it (or ``start``) to
+    its own, and its queries see every key before its end."""
     masked: tuple[int, ...]
-    """Positions to predict, ascending: those that are masked, and with ``editing_threshold`` the others of the open
-    block that are generated."""
+    """Positions to predict, ascending: masked ones, with ``editing_threshold`` all generated ones of the open block."""
     causal_end: int = 0
     """Positions before this one see those up to their own; ``entry_ends`` says what the others see."""
     logit_shift: int | None = None
-    """The logits at position q - logit_shift predict the token at q; with 1 ``masked`` may be ``end`` too. None: as
-    ``ModelProperties`` says."""
+    """Logits at q - logit_shift predict the token at q; with 1 ``masked`` may be ``end`` too. None: the model's."""
     drafts: bool = False
-    """What it predicts is verified by a later pass. Weights that a model has for drafts alone compute it, but for what
-    is causal."""
+    """A later pass verifies what it predicts. Weights for drafts, if there are any, compute what is not causal."""
     stale_end: int = 0
-    """If it is larger than ``end``, the queries also see the positions from ``end`` up to this one, by the keys and
-    values that an earlier pass has left in the cache."""
+    """If above ``end``: queries also see positions from there to this one, by an earlier pass's keys and values."""
 
     @property
     def end(self) -> int:
-        """The position after the last one of the row."""
         return self.start + len(self.tokens)
 
     @property
@@ -88,27 +77,25 @@ class SequencePlan:
     """What one sequence computes in one forward pass."""
 
     start: int
-    """First position that is computed. The keys and values of the positions before it are in the cache: committed, or
-    for a strategy that commits nothing those of an earlier pass."""
+    """First computed position. Keys and values before it are in the cache, committed or from an earlier pass."""
     num_new: int
-    """Positions from ``start`` on that this pass commits: their keys and values stay in the cache. A pass that verifies
-    drafts commits what it accepts of them instead (``StepRecord.committed``)."""
+    """Positions from ``start`` on whose keys and values stay in the cache. A pass that verifies drafts commits what it
+    accepts of them instead (``StepRecord.committed``)."""
     rows: tuple[RowPlan, ...]
-    """The branches in evaluation order: lookahead branches by rank, the anchor last."""
+    """In evaluation order: lookahead branches by rank, the anchor last."""
     max_rows: int
     """The most rows that this sequence ever has in one pass."""
     winner_commits: bool
     """Full attention: keys and values differ by branch, so the winner's are copied to all slots after the pass."""
     prefix_length: int
-    """Queries from position ``prefix_length`` on attend in two parts, which are merged: to the positions before it, and
-    to the rest. The first part is what is cached; while the prompt is computed and committed, it is the prompt."""
+    """Length of the shared prefix: what is cached, or the prompt in the pass that commits it. Queries behind it attend
+    to prefix and rest separately; the results are merged."""
     fills_all_slots: bool = False
-    """Every group computes the anchor, or a branch, and the anchor's keys and values go to every slot without a row:
+    """Every group computes the anchor or a branch, and the anchor's keys and values go to every slot without a row:
     later rows of any slot read them."""
 
     def piece(self, num_tokens: int) -> SequencePlan:
-        """The first ``num_tokens`` positions of a causal pass that commits all that it computes. It predicts nothing,
-        unless these are all."""
+        """The first positions of a causal pass that commits all that it computes. A piece predicts nothing."""
         (row,) = self.rows
         if num_tokens >= len(row.tokens):
             return self
@@ -122,16 +109,13 @@ class SequencePlan:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """The predictions for one row: one value for each position of ``RowPlan.masked``, in the same order."""
+    """The predictions for one row: one value for each position of ``RowPlan.masked``, in order; floats are float32."""
 
     tokens: tuple[int, ...]
-    """Token ids."""
     max_probs: tuple[float, ...]
-    """Probabilities of those tokens, float32."""
     confidences: tuple[float, ...]
-    """Confidences, float32."""
     seconds: tuple[tuple[int, float], ...] = ()
-    """Only in a row that ``drafts``: the tokens that would be chosen without these, with their probabilities."""
+    """If the row drafts: the tokens that would be chosen without these, with their probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,22 +123,17 @@ class BranchRecord:
     """One branch of one forward pass, for traces."""
 
     own_fills: tuple[Fill, ...]
-    """The tokens that the branch holds in addition to the anchor; empty for the anchor. Their probabilities and
-    confidences are those with which they were proposed or, in a draft that has won, those of the predictions that
-    confirm them."""
+    """What it holds beside the anchor's tokens. Probabilities and confidences are those of the proposal or, in a draft
+    that has won, of the predictions that confirm it."""
     end: int
-    """End of the branch's window."""
     masks: int
     """Masked positions before the pass."""
     score: float
-    """The branch score. The branch with the highest one wins, if ``branch_acceptance`` is "published"."""
     confirmed_by: tuple[int, ...] = ()
-    """Only in a draft that has won: for each of ``own_fills`` the index in ``StepRecord.branches`` of the branch whose
-    prediction confirms it."""
+    """In a draft that has won: for each of ``own_fills`` the index of the branch that confirms it."""
 
     @property
     def lookahead(self) -> Fill | None:
-        """The first of ``own_fills``; None for the anchor."""
         return self.own_fills[0] if self.own_fills else None
 
 
@@ -169,43 +148,36 @@ class StepRecord:
     cache_length: int
     """Committed positions before the pass."""
     committed: int
-    """Positions that the pass adds to the committed ones."""
     branches: tuple[BranchRecord, ...]
-    """The branches in evaluation order: lookahead branches by rank, the anchor last."""
+    """As ``SequencePlan.rows``."""
     winner: int
-    """Index of the winner in ``branches``."""
+    """Index in ``branches``."""
     fills: tuple[Fill, ...]
-    """What was filled after the pass and stays. A winning branch's own tokens are in ``branches[winner].own_fills``."""
+    """What was filled and stays. A winning branch's own tokens are in ``branches[winner].own_fills``."""
     fallbacks: int
-    """How many of the fills were not accepted: the one position that a fully activated block has to fill."""
+    """Fills that no rule accepted: a fully activated block has to fill one position."""
     model_tokens: int
-    """Tokens that this rank computed for the request."""
+    """Tokens that this rank computed for the request; ``head_rows``: rows of logits."""
     head_rows: int
-    """Rows of logits that this rank computed for the request."""
     forced: tuple[Fill, ...] = ()
-    """What was filled after that without a prediction: under a grammar because nothing else fits; in a text with gaps
-    what is given, once their lengths are found."""
+    """Filled after that without a prediction: under a grammar because nothing else fits; in a text with gaps what is
+    given, once their lengths are found."""
     remasked: tuple[int, ...] = ()
-    """Under a grammar: positions that were filled before the pass, or are among the winner's own, and whose tokens do
-    not fit. They were masked again, and are masked still or among ``fills`` and ``forced``."""
+    """Under a grammar: positions with tokens, from before the pass or the winner's own, that do not fit. They were
+    masked again, and are masked still or among ``fills`` and ``forced``."""
     edits: tuple[Edit, ...] = ()
-    """What the pass changed of positions that were filled before it."""
+    """Changes of positions that were filled before the pass."""
     drafted: tuple[Fill, ...] = ()
-    """Tokens that a later pass is to check, with the probabilities of this pass; if ``accepted`` is a number, the
-    tokens that this pass has checked, with those of the pass that drafted them. In the order of positions."""
+    """In the order of positions: tokens that a later pass is to check, with this pass's probabilities; if ``accepted``
+    is a number, tokens that this pass has checked, with the drafting pass's."""
     accepted: int | None = None
-    """How many of ``drafted``, from the first one on, the pass would have written itself: ``fills`` has them, and as a
-    rule its own token behind them. None: it has checked none."""
+    """How many of ``drafted``, from the first on, the pass would have written itself: ``fills`` has them, and as a rule
+    one token more. None: it has checked none."""
     second_was_right: bool = False
-    """The pass has written in the place of the first of ``drafted`` that it refused what was the draft's second
-    choice there."""
+    """In place of the first of ``drafted`` that it refused the pass has written the draft's second choice."""
 
     def canvas_positions(self, prompt_length: int) -> int:
-        """Positions of the answer that all branches have in this pass. Each branch counts as many as the winner has.
-
-        Args:
-            prompt_length: tokens of the prompt, which are no part of the answer.
-        """
+        """Positions of the answer in all branches of this pass. Each branch counts as many as the winner has."""
         start, end = self.span
         return len(self.branches) * (end - max(start, prompt_length))
 

@@ -27,7 +27,6 @@ class Grammar:
 
     @property
     def is_any(self) -> bool:
-        """Whether the answer may be any text, so that there is nothing to compile."""
         return self.kind == "any"
 
 

@@ -14,14 +14,11 @@ Alternatives = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """Consecutive tokens of an answer, with what is known of each."""
-
     ids: tuple[int, ...] = ()
-    """Token ids."""
     probs: tuple[float, ...] = field(default=(), repr=False)
-    """For each token the probability at which it was filled."""
+    """By token, the probability at which it was filled."""
     alternatives: tuple[Alternatives, ...] = field(default=(), repr=False)
-    """For each token, if the request asked for ``top_logprobs``; else empty."""
+    """By token, if the request asked for ``top_logprobs``; else empty."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -34,7 +31,6 @@ class TokenRun:
 
     @classmethod
     def joined(cls, runs: Sequence[TokenRun]) -> TokenRun:
-        """The tokens of all runs, one after the other."""
         return cls(
             tuple(chain.from_iterable(run.ids for run in runs)),
             tuple(chain.from_iterable(run.probs for run in runs)),
@@ -54,60 +50,52 @@ class WithTokens:
 
     @property
     def max_probs(self) -> tuple[float, ...]:
-        """For each token the probability at which it was filled."""
         return self.tokens.probs
 
     @property
     def alternatives(self) -> tuple[Alternatives, ...]:
-        """For each token, if the request asked for ``top_logprobs``."""
         return self.tokens.alternatives
 
 
 @dataclass(frozen=True, slots=True)
 class Update(WithTokens):
-    """What one step did to one request, as token ids. Counters start with the request."""
+    """What one step did to one request. Counters start with the request."""
 
     request_id: str
     tokens: TokenRun
     """Those that became final in this step. Final tokens never change."""
     num_forwards: int
-    """Forward passes."""
     num_positions: int
-    """Generated positions that were opened, filled or not. Decodings that open the whole canvas at once count the
-    filled positions instead."""
+    """Generated positions that were opened, filled or not; on a whole canvas the filled ones."""
     model_tokens: int
-    """Tokens that this rank computed."""
+    """Computed by this rank."""
     winner: int | None
-    """0 for the anchor, r for the lookahead branch of rank r (from 1); None if the step made no forward pass."""
+    """See ``winner_rank``; None if the step made no forward pass."""
     cached_tokens: int
-    """Tokens of the prompt that came from the prefix cache."""
+    """Prompt tokens from the prefix cache."""
     finish_reason: str | None = None
     """"stop", "length" or "error" on the last update of a request."""
     stop_token_id: int | None = None
-    """The token id that ended the request: an EOS, or one of ``stop_token_ids``."""
+    """The EOS, or one of ``stop_token_ids``, that ended the request."""
     error: str | None = None
-    """With the finish reason "error": what went wrong."""
     record: StepRecord | None = None
-    """Set if the request asked for a trace."""
     seed: int | None = None
-    """Seed of the sampling; None without sampling."""
+    """None without sampling."""
     num_drafted: int = 0
-    """Drafted tokens that the step checked."""
+    """Drafts that the step checked, ``num_accepted`` of them right."""
     num_accepted: int = 0
-    """How many of them it accepted."""
     second_was_right: bool = False
     """See ``StepRecord``."""
     canvas_positions: int = 0
-    """Positions of the answer in the rows of all branches and forward passes, on all ranks."""
+    """Of the answer, in the rows of all branches and forward passes, on all ranks."""
     continuation_logprobs: tuple[tuple[float, ...], ...] = ()
-    """For each of the request's continuations the log probability of each of its tokens, in nats."""
+    """By continuation, the log probability of each of its tokens, in nats."""
     gap_ends: tuple[tuple[int, int | None], ...] = ()
-    """In a text with gaps: for each gap that is complete, the number of all tokens up to its end, and the token id that
-    ended it, which is not among them."""
+    """By complete gap: (number of all tokens before its end, token id that ended it, which is not among them)."""
 
     @classmethod
     def without_step(cls, request_id: str, finish_reason: str, error: str | None = None) -> Update:
-        """The last update of a request that no completed step has ended: it brings no tokens and counts nothing."""
+        """The last update of a request that no completed step has ended: no tokens, nothing counted."""
         return cls(
             request_id,
             tokens=TokenRun(),
@@ -127,45 +115,40 @@ class GenerationOutput(WithTokens):
 
     prompt_token_ids: tuple[int, ...]
     tokens: TokenRun
-    """What was generated; with ``finish_at_eos`` it ends before the first EOS, and with a stop string after the token
-    that completes it."""
+    """Ends before the first EOS with ``finish_at_eos``, and behind the token that completes a stop string."""
     text: str | None
     """Ends before a stop string; None without a tokenizer."""
     finish_reason: str
-    """"stop" (an EOS, a stop string, or the length that was found for a gap), "length", or "abort" (the server was told
-    to end it)."""
+    """"stop" (EOS, stop string, or the length found for a gap), "length", or "abort" (the server was told to)."""
     stop_reason: int | str | None
     """The stop string, or the id of ``stop_token_ids``, that ended the text; None at an EOS, as in vLLM."""
     num_forwards: int
     """Forward passes, however many branches each of them evaluated."""
     num_positions: int
-    """Generated positions that were opened, with EOS and what follows it. Decodings that open the whole canvas at once
-    count the filled positions instead."""
+    """As in ``Update``, with EOS and what follows it."""
     model_tokens: int
-    """Tokens that this rank computed. All other fields are the same on every rank."""
+    """Computed by this rank. All other fields are the same on every rank."""
     cached_tokens: int = 0
-    """Tokens of the prompt that came from the prefix cache."""
     seed: int | None = None
-    """Seed of the sampling, for repeating it; None without sampling."""
+    """Repeats the sampling; None without it."""
     trace: tuple[StepRecord, ...] | None = field(default=None, repr=False)
-    """One record for each forward pass, if a trace was asked for."""
+    """One record for each forward pass, if asked for."""
     trace_marks: tuple[tuple[float, int], ...] = field(default=(), repr=False, compare=False)
-    """For each record of ``trace``: seconds from the beginning of the request, and the characters of ``text`` that were
-    final."""
+    """By record of ``trace``: seconds since the request began, and characters of ``text`` that were final."""
     continuation_logprobs: tuple[tuple[float, ...], ...] = ()
-    """For each of the request's continuations the log probability of each of its tokens, in nats."""
+    """See ``Update``."""
     gaps: tuple[GenerationOutput, ...] = ()
-    """What is in each gap of a text with gaps. ``tokens`` are those of all."""
+    """By gap of a text with gaps. ``tokens`` are those of all."""
 
     @property
     def tokens_per_forward(self) -> float:
-        """TPF as a reader sees it: visible tokens divided by forward passes."""
+        """TPF for a reader: visible tokens divided by forward passes."""
         return len(self.tokens) / self.num_forwards if self.num_forwards else 0.0
 
     @property
     def published_tokens_per_step(self) -> float:
-        """TPF as the published Dream code counts it (SPEC section 9): opened positions, also those after the EOS,
-        divided by forward passes plus one closing round."""
+        """TPF as the published Dream code counts it (SPEC section 9): opened positions, also behind the EOS, divided by
+        forward passes plus one closing round."""
         return self.num_positions / (self.num_forwards + 1)
 
 
@@ -175,8 +158,8 @@ class Progress(WithTokens):
 
     tokens: TokenRun
     text: str
-    """Without an incomplete UTF-8 sequence at the end, and without an ending that could begin a stop string."""
+    """Without an incomplete UTF-8 sequence at the end, or an ending that could begin a stop string."""
     output: GenerationOutput | None = None
-    """The finished output; only the last progress of a request has one."""
+    """Only in the last progress of a request."""
     gaps: tuple[Progress, ...] = ()
-    """In a text with gaps: of each gap that has begun. Those before the last have their outputs."""
+    """In a text with gaps: of each begun gap. Those before the last have their outputs."""

@@ -12,9 +12,9 @@ class Traffic:
 
     purpose: str
     calls: int
-    """Collectives that this rank took part in."""
+    """Collectives of this rank."""
     num_bytes: int
-    """Bytes that this rank contributed; of a broadcast, the bytes of the message."""
+    """Contributed by this rank; of a broadcast, the message's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class RankReport:
     weights: int
     num_pages: int
     page_bytes: int
-    """Size of one page; the KV pool takes ``num_pages`` * ``page_bytes``."""
+    """The KV pool takes ``num_pages`` * ``page_bytes``."""
     num_graphs: int
     graphs: int
-    """Memory of the graphs, as far as it is known."""
+    """As far as it is known."""
     free: int
     """What could still be allocated."""
     linear: str
@@ -40,27 +40,23 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class GraphStats:
-    """How many steps were compiled and launched, and what they computed."""
-
     num_buckets: int
-    """Buckets that were compiled at start or loaded from the graph cache."""
+    """Compiled at start or loaded from the graph cache."""
     memory: int
-    """Bytes of device memory of the graphs and of what belongs to them, as far as it is known."""
+    """Bytes of device memory of the graphs and what belongs to them, as far as it is known."""
     num_late: int
-    """Compilations that were asked for after the start, and refused."""
+    """Compilations asked for after the start, and refused."""
     num_steps: int
     """Launches."""
     tokens: int
-    """Tokens that graphs computed."""
     padded_tokens: int
-    """How many of them no branch needed."""
+    """Of ``tokens``, those that no branch needed."""
     wasted_steps: int
     """Steps computed for sequences that had ended."""
     eager_steps: dict[str, int]
-    """Steps of sequences that ran without a graph, by reason: the request's field that no graph supports, or
-    "graph_window_blocks" where the window was too large."""
+    """Steps without a graph, by reason: the request's field that no graph supports, or "graph_window_blocks"."""
     replay_milliseconds: dict[str, float] = field(default_factory=dict)
-    """How long a step of each bucket took at start, with the most keys; empty where steps are not replayed graphs."""
+    """Of each bucket at start, with the most keys; empty if steps are not replayed graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,34 +66,32 @@ class EngineStats:
     num_running: int
     num_waiting: int
     pages_in_use: int
-    """KV pages that requests hold."""
+    """Held by requests."""
     pages_cached: int
-    """KV pages that only the prefix cache holds."""
+    """Held by the prefix cache alone."""
     num_pages: int
     num_steps: int = 0
     num_prefill_steps: int = 0
     prefix_queries: int = 0
-    """Prompt tokens that were looked up in the prefix cache."""
+    """Prompt tokens that were looked up in the prefix cache, ``prefix_hits`` of them found."""
     prefix_hits: int = 0
-    """How many of them were found."""
     copied_positions: int = 0
-    """Positions whose keys and values were copied between slots."""
+    """Positions with keys and values copied between slots."""
     gathered_bytes: int = 0
-    """Bytes of keys and values that attention copied out of the pages."""
+    """Of keys and values that attention copied out of the pages."""
     step_seconds: float = 0.0
-    """Duration of the engine's last step."""
+    """Of the last step."""
     num_rows: int = 0
     """Branches evaluated, on all ranks."""
     idle_rows: int = 0
-    """Places for branches, on all ranks, that stayed empty in steps of sequences: the branches did not divide evenly
-    among the groups, or the graph has room for more."""
+    """Places for branches, on all ranks, that stayed empty: branches did not divide evenly among the groups, or the
+    graph has room for more."""
     traffic: tuple[Traffic, ...] = ()
     graphs: GraphStats | None = None
     """None in eager mode."""
 
     @property
     def kv_usage(self) -> float:
-        """Fraction of the KV pages that requests hold."""
         return self.pages_in_use / self.num_pages if self.num_pages else 0.0
 
     @property

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 
 class KVShape(NamedTuple):
-    """What one rank stores of keys and values for each position."""
+    """What one rank stores of each position: ``num_kv_heads`` are its own."""
 
     num_layers: int
     num_kv_heads: int
-    """KV heads of this rank."""
     head_dim: int
 
 
@@ -22,31 +21,27 @@ class Scoring:
     confidence: str
     """See ``DecodingParams.confidence``."""
     mask: int
-    """Token id of the mask, which is never chosen."""
+    """Token id, never chosen."""
     num_token_ids: int
-    """Token ids from this one on do not exist in the tokenizer, and are never chosen."""
+    """Ids from this one on are not in the tokenizer, and never chosen."""
     temperature: float = 0.0
-    """0: the most probable token. Above: a token is drawn."""
+    """0: the most probable token; above: a drawn one."""
     top_p: float | None = None
     top_k: int | None = None
     min_p: float = 0.0
     seed: int = 0
-    """Seed of the draws."""
     runner_up: bool = False
-    """Whether a prediction names the token, too, that would be chosen without the chosen one."""
+    """Whether a prediction also names the token that would be chosen without the chosen one."""
 
     @property
     def truncated(self) -> bool:
-        """Whether top_p, top_k or min_p limit the choice."""
         return self.top_p is not None or self.top_k is not None or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Keys and values to copy from one page to another, from the page's first position on."""
+    """Keys and values to copy between two pages, given by their ids, from the page's first position on."""
 
     source: int
-    """Page id."""
     target: int
-    """Page id."""
     num_positions: int

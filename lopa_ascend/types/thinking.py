@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """What stands around the thoughts of a model, and whether they have begun."""
+    """The marks around a model's thoughts, as token ids, and whether they have begun."""
 
     is_open: bool
-    """The prompt has opened them. Otherwise the answer may."""
+    """By the prompt. Otherwise the answer may open them."""
     open: tuple[int, ...]
-    """Token ids of the opening mark."""
     close: tuple[int, ...]
-    """Token ids of the closing mark."""
     max_tokens: int | None = None
-    """Most tokens between the marks."""
+    """Between the marks."""

@@ -18,6 +18,8 @@ SUBCOMMANDS = {
     "make-checkpoint": "writes a random checkpoint of a family, to try it without its weights",
 }
 """What each one does; the module of the same name has a function ``main``, which takes the arguments."""
+ELSEWHERE = {"golden": "tests.golden_families"}
+"""Module of a subcommand that is not here: recorded traces and what reads them are the tests'."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -33,8 +35,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the subcommand")
     args = parser.parse_args(argv)
     # Only now, because some modules need packages that others do without.
-    module = importlib.import_module(f"scripts.eval.{args.subcommand.replace('-', '_')}")
-    module.main(args.arguments)
+    name = ELSEWHERE.get(args.subcommand, f"scripts.eval.{args.subcommand.replace('-', '_')}")
+    importlib.import_module(name).main(args.arguments)
 
 
 if __name__ == "__main__":

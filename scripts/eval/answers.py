@@ -35,8 +35,7 @@ from lopa_ascend.hub import on_this_machine
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
 from lopa_ascend.text.tokenizer_files import load_template
 from scripts.arguments import new_file
-from scripts.eval.command import run_command, with_defaults
-from scripts.eval.files import TaskFileError
+from scripts.eval.command import InputError, run_command, with_defaults
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,7 +103,7 @@ def run(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     if params["max_new_tokens"] > MAX_TOKENS:
         raise ParameterError("max_new_tokens", f"must be at most {MAX_TOKENS} here, got {params['max_new_tokens']}")
     if len(prompts) > MAX_ANSWERS:
-        raise TaskFileError(f"{args.prompts}: has {len(prompts)} prompts, expected at most {MAX_ANSWERS}")
+        raise InputError(f"{args.prompts}: has {len(prompts)} prompts, expected at most {MAX_ANSWERS}")
     options = {name: getattr(config, name) for name in ("model", "lora", *FIXED, *field_values(given, _ENGINE))}
     with LLM(**options) as llm:
         has_template = load_template(config.model or DEMO_MODEL) is not None
@@ -123,19 +122,19 @@ def read_prompts(file: Path) -> list[str | list[int]]:
     """The prompts of a file.
 
     Raises:
-        TaskFileError: it cannot be read, has no prompt, or a list that is not of token ids.
+        InputError: it cannot be read, has no prompt, or a list that is not of token ids.
     """
     found: list[str | list[int]] = []
-    for number, line in enumerate(read_text(file, TaskFileError).splitlines(), start=1):
+    for number, line in enumerate(read_text(file, InputError).splitlines(), start=1):
         if not line.startswith("["):
             found += [line] if line else []
             continue
         try:
             found.append(msgspec.json.decode(line, type=list[int]))
         except msgspec.DecodeError as error:
-            raise TaskFileError(f"{file}: line {number}: {error}, expected a JSON list of token ids") from error
+            raise InputError(f"{file}: line {number}: {error}, expected a JSON list of token ids") from error
     if not found:
-        raise TaskFileError(f"{file}: has no prompt")
+        raise InputError(f"{file}: has no prompt")
     return found
 
 
@@ -173,7 +172,7 @@ def answered(
         for index, (run, other) in enumerate(zip(found, others, strict=True)):
             exact[index] = min(exact[index], first_difference(run.ids, other.ids))
     if not any(exact):
-        raise TaskFileError("no answer begins with a token that is no near-tie; choose other prompts")
+        raise InputError("no answer begins with a token that is no near-tie; choose other prompts")
     return [
         msgspec.structs.replace(
             each, params=dict(params), token_ids=run.ids, margins=tuple(round(x, 3) for x in row), exact=number

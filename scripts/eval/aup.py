@@ -24,6 +24,8 @@ MOST_LOST = 5.0
 ALPHA = 3.0
 FILE = Path(__file__).with_name("published.json")
 """The points of d3LLM's leaderboard by table, its task and method; ``tasks`` has our names of its tasks."""
+LEAST_SPAN = 10.0
+"""Points of accuracy that a picture shows at least, so that chance does not look like a gain."""
 TABLES = ("dream", "llada", "dream-coder")
 LOPA = "D2F-Dream, then LoPA (its paper's prompts and TPF)"
 
@@ -123,3 +125,30 @@ def as_json(methods: Sequence[Method]) -> dict[str, Any]:
         method.name: {"aup": method.aup(y_max), "points": method.kept, "dropped": method.dropped} for method in methods
     }
     return {"y_max": y_max, "methods": rows}
+
+
+def draw(file: Path, title: str, methods: Sequence[Method]) -> None:
+    """Draws accuracy over TPF, a line for each method. Points that AUP drops are hollow, and no line leads to them.
+
+    Args:
+        file: its ending is the format: .svg, .png, .pdf.
+        title: above the legend.
+        methods: the lines, with their AUP in the legend.
+    """
+    import matplotlib as mpl  # this and the next take a second
+    from matplotlib.figure import Figure
+
+    y_max = best_accuracy(methods)
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    axes = figure.subplots()
+    for method in methods:
+        (line,) = axes.plot(*zip(*method.kept, strict=True), "o-", label=f"{method.name}: AUP {method.aup(y_max):.1f}")
+        for point in method.dropped:
+            axes.plot(*point, "o", color=line.get_color(), markerfacecolor="none")
+    axes.set(xlabel="TPF: tokens / forward passes", ylabel="accuracy, %", xlim=(0, None))
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(min(bottom, top - LEAST_SPAN), top)
+    axes.grid(alpha=0.3)
+    axes.legend(title=title, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)

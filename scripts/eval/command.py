@@ -1,23 +1,24 @@
-"""What the commands that evaluate a model share: arguments for prompts, and refusals in plain words."""
+"""What the commands share: defaults in --help, one loaded model at a time, and refusals in plain words."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig, GraphParams, ParameterError
 from lopa_ascend.config.presets import LIST, presets_text
 from lopa_ascend.serve.flags import Flag, option
-from scripts.arguments import number_from
-from scripts.eval.files import TaskFileError
-from scripts.eval.prompts import CHAT, prompt_formats
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
+
+
+class InputError(ValueError):
+    """What a command was given cannot be used; the message says what and why."""
+
 
 SEED = 0
 """Seed of the engine where none is given, so that a command with sampled answers can be repeated."""
@@ -35,22 +36,6 @@ def with_defaults(flags: Mapping[str, Flag], shown: Mapping[str, str]) -> dict[s
         for name, text in shown.items()
     }
     return {**flags, **changed}
-
-
-def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that choose a published evaluation, and the form of its prompts."""
-    parser.add_argument(
-        "--preset", metavar="NAME", help='decoding, prompt and examples of a published evaluation; "list" prints all'
-    )
-    parser.add_argument(
-        "--prompt", choices=tuple(prompt_formats()), help=f"format of prompts (default: the preset's, or {CHAT.name})"
-    )
-    parser.add_argument(
-        "--examples",
-        type=number_from(0),
-        metavar="N",
-        help="examples in a prompt, from TASK.examples.jsonl (default: the preset's, or 0)",
-    )
 
 
 class Loader:
@@ -92,38 +77,33 @@ def graphs_for(params: DecodingParams, engine: Mapping[str, Any]) -> dict[str, A
 
 def run_command(
     parser: argparse.ArgumentParser,
-    argv: list[str] | None,
+    argv: list[str] | argparse.Namespace | None,
     body: Callable[[argparse.Namespace, Mapping[str, Any]], None],
 ) -> None:
-    """Runs a command, or prints the presets if ``--preset list`` asks for them.
+    """Runs a command, or prints the presets if ``--preset list`` asks for them. Where an argument or a file turns out
+    to be wrong, the command ends with a message.
 
     Args:
         parser: of its arguments.
         argv: the arguments; None for those of the process.
         body: what it does with all arguments and, by name, with those that were given or have a default.
     """
-    args = parser.parse_args(argv)
+    args = argv if isinstance(argv, argparse.Namespace) else parser.parse_args(argv)
     if getattr(args, "preset", None) == LIST:
         sys.stdout.write(presets_text())
         return
-    with refusals(parser):
-        body(args, {name: value for name, value in vars(args).items() if value is not None})
-
-
-@contextmanager
-def refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Ends the command with a message where an argument or a file turns out to be wrong.
-
-    Args:
-        parser: of the command's arguments.
-    """
     try:
-        yield
+        body(args, {name: value for name, value in vars(args).items() if value is not None})
     except ParameterError as error:
         parser.error(f"argument {error.at(option(error.param))}")
     except (ValueError, OSError) as error:
-        from lopa_ascend.checkpoint import CheckpointError  # imports torch, which whoever raises it has done
-
-        if not isinstance(error, TaskFileError | ConfigError | CheckpointError | OSError):
+        if not is_refusal(error):
             raise
         parser.error(str(error))
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether an error says that what the user gave cannot be used, and not that this program is wrong."""
+    from lopa_ascend.checkpoint import CheckpointError  # imports torch, which whoever raises it has done
+
+    return isinstance(error, InputError | ConfigError | CheckpointError | OSError)

@@ -31,7 +31,7 @@ from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, fie
 from lopa_ascend.types import GenerationOutput
 from scripts.arguments import number_from
 from scripts.eval.command import run_command, with_defaults
-from scripts.eval.problems import SETS, asked, parse_result, read_set
+from scripts.eval.problems import SETS, asked, parse_result, read
 from scripts.eval.sweep import SWEPT, add_swept_flags, sweep
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     print("| problems | block size | k | tau_conf | exact | summed TPF | tokens computed a pass |\n" + "|---" * 7 + "|")
     with LLM(**engine) as llm:
         for name in args.sets:
-            problems = [(question.text, question.result) for question in read_set(SETS[name], args.limit)]
+            problems = read(args.limit, SETS[name])
             for params in ways:
                 found = evaluate(llm, problems, params, quiet=False)
                 print(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,6 @@ from typing import TYPE_CHECKING, Any
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.hub import model_name, repository_of
-from scripts.bench.machine import describe_machine
-from scripts.eval.files import TaskFile
-from scripts.eval.task_kinds import Problem
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
@@ -31,59 +27,22 @@ NUM_CHUNKS = 32
 minutes."""
 
 
-def describe_benchmark(
-    config: EngineConfig,
-    tasks: TaskFile,
-    limit: int | None,
-    prompt: str,
-    examples: Mapping[str, Sequence[Problem]],
-    *,
-    cut: bool,
-) -> dict[str, Any]:
-    """What must be the same in all runs whose samples are in one folder.
-
-    Args:
-        config: of the engine.
-        tasks: the problems.
-        limit: how many of them are decoded; None: all.
-        prompt: name of the prompts' format.
-        examples: by task, those in a prompt.
-        cut: answers are cut at their task's stop strings before they are scored.
-
-    Raises:
-        CheckpointError: there is no directory of the model or of the adapter.
-    """
-    return {
-        **describe_model(config.model, config.lora),
-        "problems": {"file": tasks.path.name, "sha256": tasks.digest, "limit": limit},
-        "prompt": prompt,
-        "examples": {task: describe_examples(problems) for task, problems in examples.items()},
-        "cut": cut,
-        "engine": describe_engine(config),
-        "machine": describe_machine(),
-    }
-
-
 def describe_run(llm: LLM) -> dict[str, Any]:
     """What is known of a run once its model is loaded, beside ``describe_model`` and ``describe_machine``: by which
     revisions, on which device, how many answers at a time."""
     import torch
 
-    tokenizer, config = llm.tokenizer, llm.engine.config
-    assert tokenizer is not None
+    config = llm.engine.config
     device = None if config.device == "cpu" else torch.get_device_module(config.device).get_device_name()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit_of(Path(__file__).parent),
-        "tokenizer_sha256": _sha256(tokenizer.to_json()),
-        "chat_template_sha256": None if tokenizer.chat_template is None else _sha256(tokenizer.chat_template),
-        "dtype": llm.engine.dtype,
+        "number_format": number_format(config),
         "device": config.device,
         "device_name": device,
         "ranks": config.world_size,
         "threads": torch.get_num_threads(),
         "concurrency": config.max_num_seqs,
-        "warmup_answers": 0,
     }
 
 
@@ -100,19 +59,25 @@ def commit_of(folder: Path) -> str | None:
         return None
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def number_format(config: EngineConfig) -> str:
+    """The number format of linear layers, such as "bfloat16" or "w8a8"."""
+    from lopa_ascend.checkpoint import config_json, open_checkpoint, with_dtype  # these import torch
+    from lopa_ascend.model.registry import find_model
+
+    path = DEMO_MODEL if config.model is None else Path(config.model)
+    family = find_model(config_json(path))
+    if family is None:
+        return f"plain torch, {config.dtype}"
+    found = open_checkpoint(path, family)
+    if found.quantized is not None:
+        codes = found.quantized.codes
+        return codes if codes == "fp8" else f"w{codes.removeprefix('int')}a8"
+    return config.quantization or with_dtype(found.config, config.dtype).dtype
 
 
 def describe_engine(config: EngineConfig) -> dict[str, Any]:
     """The engine's settings by name, without directories."""
     return {name: getattr(config, name) for name in EngineConfig.names() if name not in PATHS}
-
-
-def describe_examples(problems: Sequence[Problem]) -> dict[str, Any]:
-    """The number of examples in a prompt, and a digest of them."""
-    digest = hashlib.sha256(repr(list(problems)).encode()).hexdigest()[:16]
-    return {"count": len(problems), "digest": digest}
 
 
 def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:

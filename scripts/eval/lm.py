@@ -1,25 +1,23 @@
-"""The engine as a model of lm-eval: ``import scripts.eval.lm`` registers it under the name "lopa"."""
+"""The engine as a model of lm-eval."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from lopa_ascend import LLM
-from lopa_ascend.config import DecodingParams, EngineConfig, GraphParams, ParameterError
-from lopa_ascend.config.presets import find_preset
-from scripts.eval.command import SEED
+from lopa_ascend.config import DecodingParams, ParameterError
+from lopa_ascend.types import GenerationOutput
 from scripts.eval.likelihood import MaskedLikelihood
 from scripts.eval.metrics import AnswerCounts
-from scripts.eval.sampler import num_visible
 
 logger = logging.getLogger(__name__)
 
@@ -27,63 +25,49 @@ GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top
 """What a task may ask for in ``generation_kwargs``."""
 NUM_SAMPLES = 128
 """Draws of a log-likelihood, as in the published scripts."""
+ALWAYS_CUT = "[DONE]"
+"""A stop string of MBPP at which published scripts cut answers even where they cut at no others."""
 
 
-@register_model("lopa")
 class LopaLM(TemplateLM):
     """A model that decodes as this project does.
 
     Args:
-        pretrained: model directory; None: the bundled model.
-        preset: settings of a published evaluation.
+        llm: the loaded model.
+        params: how it decodes.
+        has_own_length: answers have the length of ``params``, whatever a task asks for.
         add_bos: a BOS token stands in front of each prompt.
         escape_until: answers are not cut at a task's stop strings, as some published scripts have it.
-        batch_size: answers that are made together, and draws of a log-likelihood in one forward pass.
+        batch_size: answers that are made together, and draws of a log-likelihood in one forward pass. With 1 the time
+            of answers is measured.
         mc_num: draws of a log-likelihood; 0: one pass with masks in place of all texts after a context, see
             ``LLM.score``.
-        device, max_batch_size: what lm-eval passes; the second is not used.
-        llm: a model that is loaded already, in place of ``pretrained``.
-        options: fields of ``EngineConfig`` and ``DecodingParams``; ``seed`` is ``SEED`` by default.
 
     Raises:
-        ParameterError: an option is unknown or not allowed, or the model cannot tokenize text.
+        ParameterError: the model cannot tokenize text, or has no BOS token.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
-        pretrained: str | None = None,
+        llm: LLM,
+        params: DecodingParams,
         *,
-        preset: str | None = None,
+        has_own_length: bool = False,
         add_bos: bool = False,
         escape_until: bool = False,
-        batch_size: int | str = 8,
+        batch_size: int = 8,
         mc_num: int = NUM_SAMPLES,
-        device: str | None = None,
-        max_batch_size: int | None = None,
-        llm: LLM | None = None,
-        **options: Any,
     ) -> None:
         super().__init__()
-        del max_batch_size
-        engine = {name: options.pop(name) for name in EngineConfig.names() if name in options}
-        engine |= {} if device is None else {"device": device}
-        for name in options:
-            if name not in DecodingParams.names():
-                raise ParameterError(name, "is neither an option of the engine nor a decoding parameter")
-        self.params = DecodingParams.preset(preset, **options) if preset else DecodingParams(**options)
-        self._has_own_length = "max_new_tokens" in options or bool(preset and "max_new_tokens" in _decoding(preset))
-        fixed = {"max_num_seqs": _size(batch_size), "seed": SEED, "graph_params": GraphParams.of(self.params)}
-        self.llm = llm or LLM(pretrained, **{**fixed, **engine})
-        if self.llm.tokenizer is None:
-            raise ParameterError("pretrained", "has no tokenizer files, and prompts are texts")
-        self.tokenizer = self.llm.tokenizer
-        self.add_bos, self.escape_until = add_bos, escape_until
-        self.batch_size = _size(batch_size)
-        self._likelihood = (mc_num, self.batch_size)
+        if llm.tokenizer is None:
+            raise ParameterError("model", "has no tokenizer files, and prompts are texts")
+        if add_bos and not llm.tokenizer.special.get("bos_token"):
+            raise ParameterError("prompt", "begins with a BOS token, and the tokenizer names none")
+        self.llm, self.tokenizer, self.params = llm, llm.tokenizer, params
+        self.add_bos, self.escape_until, self.batch_size = add_bos, escape_until, batch_size
+        self._has_own_length, self._mc_num = has_own_length, mc_num
         self.counts: dict[str, list[AnswerCounts]] = {}
         """By the task's name in lm-eval: of each of its answers."""
-        if add_bos and not self.tokenizer.special.get("bos_token"):
-            raise ParameterError("add_bos", "needs a BOS token, and the tokenizer names none")
 
     # ---- text ------------------------------------------------------------------------------------------------------
 
@@ -120,19 +104,41 @@ class LopaLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """An answer to each request, up to the first of its stop strings."""
         answers: list[str] = []
+        if self.batch_size == 1 and requests:  # nothing is measured of a first answer, which warms caches up
+            params = self.request_params(requests[0].args[1])
+            self._timed(self._prompt(requests[0].args[0], params), params)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="answers") as bar:
             while len(answers) < len(requests):
                 batch = self._next_batch(requests[len(answers) :])
                 params = self.request_params(batch[0].args[1])
                 prompts = [self._prompt(request.args[0], params) for request in batch]
-                for request, output in zip(batch, self.llm.generate(prompts, params, quiet=True), strict=True):
-                    answers.append(output.text or "")
+                for request, (output, seconds) in zip(batch, self._outputs(prompts, params), strict=True):
+                    text = output.text or ""
+                    answers.append(
+                        text.split(ALWAYS_CUT)[0] if ALWAYS_CUT in request.args[1].get("until", ()) else text
+                    )
                     visible = num_visible(output, params, self.llm.config.eos_token_ids)
-                    counts = AnswerCounts(visible, output.num_positions, output.num_forwards)
+                    counts = AnswerCounts(visible, output.num_positions, output.num_forwards, seconds)
                     self.counts.setdefault(request.task_name, []).append(counts)
                     self.cache_hook.add_partial("generate_until", request.args, answers[-1])
                 bar.update(len(batch))
         return answers
+
+    def _outputs(self, prompts: list[list[int]], params: DecodingParams) -> list[tuple[GenerationOutput, float | None]]:
+        """The outputs of prompts, with their seconds if they are decoded one at a time."""
+        if self.batch_size == 1:
+            return [self._timed(prompt, params) for prompt in prompts]
+        return [(output, None) for output in self.llm.generate(prompts, params, quiet=True)]
+
+    def _timed(self, prompt: list[int], params: DecodingParams) -> tuple[GenerationOutput, float]:
+        """The output of a prompt, and the seconds of its decoding after the first forward pass."""
+        first = output = None
+        for progress in self.llm.stream(prompt, params):
+            first = first or time.perf_counter()
+            output = progress.output
+        assert first is not None
+        assert output is not None
+        return output, time.perf_counter() - first
 
     def _next_batch(self, requests: Sequence[Instance]) -> list[Instance]:
         """The first requests, as long as they ask for the same."""
@@ -180,10 +186,9 @@ class LopaLM(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Estimates by Monte-Carlo masking. Whether decoding would give the text is not looked at, as published."""
-        num_samples, batch_size = self._likelihood
-        if not num_samples:
+        if not self._mc_num:
             return self._masked_likelihoods(requests)
-        likelihood = MaskedLikelihood(self.llm.engine, num_samples=num_samples, batch_size=batch_size)
+        likelihood = MaskedLikelihood(self.llm.engine, num_samples=self._mc_num, batch_size=self.batch_size)
         results = []
         for texts, context, target in tqdm(requests, disable=disable_tqdm, desc="log-likelihoods"):
             max_model_len = self.llm.engine.limits.max_model_len
@@ -226,11 +231,13 @@ class LopaLM(TemplateLM):
         return found
 
 
-def _decoding(preset: str) -> Mapping[str, Any]:
-    return find_preset(preset).decoding
+def num_visible(output: GenerationOutput, params: DecodingParams, eos: Sequence[int]) -> int:
+    """Tokens of an answer before the first one that ends it. Without ``finish_at_eos`` the output goes on after it.
 
-
-def _size(batch_size: int | str) -> int:
-    if not str(batch_size).isdigit() or int(batch_size) < 1:
-        raise ParameterError("batch_size", f"must be a whole number from 1 on, got {batch_size!r}")
-    return int(batch_size)
+    Args:
+        output: the answer.
+        params: how it was decoded.
+        eos: the model's EOS ids.
+    """
+    ends = params.ends(params.eos_ids_or(tuple(eos)))
+    return next((place for place, token in enumerate(output.token_ids) if token in ends), len(output.token_ids))

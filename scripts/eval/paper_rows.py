@@ -64,9 +64,10 @@ class Row:
         return f"{self.model}-{self.label}-{self.task}".replace(" ", "-")
 
     @property
-    def is_distributed(self) -> bool:
-        """Whether the row's numbers are those of several devices."""
-        return self.table in ("table3", "table4")
+    def ranks(self) -> tuple[int, int]:
+        """Tensor-parallel and branch-parallel sizes that the row's numbers are of."""
+        launch, is_split = self.preset.launch, self.table in ("table3", "table4")
+        return (launch.tensor_parallel_size, launch.branch_parallel_size) if is_split else (1, 1)
 
 
 def rows_of(table: str) -> list[Row]:

@@ -18,10 +18,11 @@ The last line has the options for the server. The report is made to be sent to o
 but no folders and no addresses, also where it has the text of an error. The exit status is 1 if something was computed
 wrongly, or if no options work.
 
-    python -m scripts.selftest --device cuda --json report.json    one NVIDIA GPU, in less than 6 minutes
+    python -m scripts.selftest --device cuda --json report.json                 one NVIDIA GPU: is it usable, how fast
+    python -m scripts.selftest --device cuda --first-hour --json report.json    everything that is open, in 10 minutes
 
-Compares each kernel with float64 and its time with its floor, captured steps of random models of the shapes of Dream-7B
-and SDAR-8B with the same steps op by op, and recorded traces; and times such steps and the bundled model.
+Each part runs in a process of its own within a limit of time. The report is written whenever something is found, and
+what is expected stands in it before it is measured. The first wrong kernel ends it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from pathlib import Path
 from lopa_ascend.config.settings import HelpFormatter
 from scripts.arguments import new_file, number_from
 
+SECONDS = 600.0
+"""For the self-test of a GPU."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -43,6 +47,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--device", choices=("npu", "cuda"), default="npu", help="what to examine (default: npu)")
+    parser.add_argument(
+        "--first-hour",
+        action="store_true",
+        help="on a GPU also: memory by order of captures, candidates for products, counters, a server, two GPUs",
+    )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the report as JSON")
     parser.add_argument(
         "--tensor-parallel-size",
@@ -60,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     if arguments.device == "cuda":
-        return examine_cuda(arguments.json)
+        return examine_cuda(arguments.json, everything=arguments.first_hour)
     from lopa_ascend.parallel.collectives import RankError  # these import torch, which takes seconds
     from scripts.selftest.node import examine_node, report_text
 
@@ -76,29 +85,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(report["options"] is None or any(finding.verdict == "WRONG" for finding in findings))
 
 
-def examine_cuda(file: Path | None) -> int:
+def examine_cuda(file: Path | None, *, everything: bool) -> int:
     """The self-test of this machine's first GPU.
 
     Args:
         file: where the report goes as JSON.
+        everything: whether it does all that a first hour on a GPU should; otherwise what decides whether it is usable.
     """
-    from lopa_ascend.backend.cuda import DEVICE
-    from lopa_ascend.config import EngineConfig, ParameterError
+    from scripts.selftest.gpu import SHORT, Plan, first_hour
+    from scripts.selftest.hour import Examination
 
-    try:
-        ops = DEVICE.load_ops(EngineConfig(device="cuda"))
-        DEVICE.load_compiler("cuda_graphs", "", None)
-    except ParameterError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    from lopa_ascend.backend.cuda.graphs import StreamCapture
-    from scripts.selftest import gpu
-
-    report = gpu.examine_gpu(ops, StreamCapture(), gpu.Plan())
-    print(gpu.report_text(report))
-    if file is not None:
-        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return int(bool(gpu.failures(report)))
+    steps = [step for step in first_hour(Plan()) if everything or step.name in SHORT]
+    faults = Examination(file, SECONDS).run(steps)
+    print("\n".join(["", *faults] if faults else ["", "nothing is wrong"]))
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ CAPTURED = "captured"
 """Beginning of the names of the cases that only graph modes need."""
 QWEN3 = "Qwen3"
 """Beginning of the name of the case that only SDAR and DreamReasoner need."""
+INT8, EXPERTS = "W8A8", "experts"
+"""Beginnings of the names of the cases that only these need."""
 ASKED = "attention, pool smaller than the entries' pages, at once"
 """Name of ``asked_case``."""
 ASKED_SUMS = "all-reduces on the vector cores alone"
@@ -52,33 +54,6 @@ def randn(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape) * scale).bfloat16()
 
 
-def elementwise_cases(ops: Ops) -> Iterator[Case]:
-    """Norms, SwiGLU and rope."""
-    x, residual, weight = randn(TOKENS, HIDDEN), randn(TOKENS, HIDDEN), randn(HIDDEN)
-    gate_up = randn(TOKENS, 2 * INTERMEDIATE)
-    npu_x, npu_residual, npu_weight, npu_gate_up = (t.to(ops.device) for t in (x, residual, weight, gate_up))
-    yield Case("rms_norm", partial(ops.rms_norm, npu_x, npu_weight, EPS), CPU.rms_norm(x, weight, EPS))
-    yield Case(
-        "add_rms_norm",
-        lambda: ops.add_rms_norm(npu_x.clone(), npu_residual.clone(), npu_weight, EPS),  # it may overwrite its inputs
-        CPU.add_rms_norm(x, residual.clone(), weight, EPS),
-    )
-    yield Case("swiglu", partial(ops.swiglu, npu_gate_up), CPU.swiglu(gate_up))
-    q, qkv = randn(TOKENS, HEADS, DIM), randn(TOKENS, HEADS + 2 * KV_HEADS, DIM)
-    for name, heads, tables in (("q", q, rope_tables), ("q, k and v at once", qkv, rope_tables_by_head)):
-        run = partial(ops.rope, heads.to(ops.device), *tables(ops))
-        yield Case(f"rope of {name}", run, CPU.rope(heads, *tables(CPU)))
-    weights, npu_qkv = randn(2, DIM), qkv.to(ops.device)
-    run_norms = partial(normed, ops, npu_qkv, weights.to(ops.device), rope_tables(ops))
-    yield Case(f"{QWEN3}: norm and rope of q and k", run_norms, normed(CPU, qkv, weights, rope_tables(CPU)))
-
-
-def normed(ops: Ops, qkv: Tensor, weights: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The queries and keys of a projection, normed and rotated, as SDAR has them."""
-    q, k, _ = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
-    return ops.norm_rope(q, k, weights[0], weights[1], EPS, *tables)
-
-
 def rope_tables(ops: Ops) -> tuple[Tensor, Tensor]:
     """The tables of ``ops.rope`` for TOKENS positions, in the form that the device wants."""
     frequencies = ROPE_THETA ** -(torch.arange(0, DIM, 2) / DIM)
@@ -91,31 +66,6 @@ def rope_tables_by_head(ops: Ops) -> tuple[Tensor, Tensor]:
     is_rotated = (torch.arange(HEADS + 2 * KV_HEADS) < HEADS + KV_HEADS)[:, None].to(ops.device)
     cos, sin = rope_tables(ops)
     return torch.where(is_rotated, cos, torch.ones_like(cos)), torch.where(is_rotated, sin, torch.zeros_like(sin))
-
-
-def linear_cases(ops: Ops) -> Iterator[Case]:
-    """The product for q, k and v, with and without bias."""
-    x, weight, bias = randn(TOKENS, HIDDEN), randn(QKV_ROWS, HIDDEN, scale=HIDDEN**-0.5), randn(QKV_ROWS)
-    without_bias = partial(ops.linear, x.to(ops.device), ops.stored(weight.to(ops.device)))
-    yield Case("linear with bias", partial(without_bias, bias.to(ops.device)), CPU.linear(x, weight, bias))
-    yield Case("linear", without_bias, CPU.linear(x, weight))
-
-
-def write_cases(ops: Ops) -> Iterator[Case]:
-    """The write of keys and values to random cache positions, each token to two of them on average."""
-    k, v, caches = randn(TOKENS, KV_HEADS, DIM), randn(TOKENS, KV_HEADS, DIM), randn(2, 8, PAGE_SIZE, KV_HEADS, DIM)
-    source = torch.randint(TOKENS, (2 * TOKENS,))
-    slot_mapping = torch.randperm(8 * PAGE_SIZE)[: len(source)]
-    npu_caches = caches.to(ops.device)
-    write = partial(ops.kv_write, k.to(ops.device), v.to(ops.device), npu_caches[0], npu_caches[1])
-    npu_slot_mapping, npu_source = slot_mapping.to(ops.device), source.to(ops.device)
-    CPU.kv_write(k, v, caches[0], caches[1], slot_mapping, source)
-
-    def run() -> Tensor:
-        write(npu_slot_mapping, npu_source)
-        return npu_caches
-
-    yield Case("kv write", run, caches)
 
 
 def entries_of(lengths: Sequence[int], kv_lengths: Sequence[int], num_pages: int, width: int | None = None) -> Entries:

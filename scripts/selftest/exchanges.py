@@ -16,7 +16,8 @@ from lopa_ascend.score.greedy import GreedyScore
 from lopa_ascend.score.prediction import float_bits
 from scripts.selftest.captures import Captures, Step
 from scripts.selftest.cases import BLOCK, CAPTURED, CPU, DIM, HIDDEN, KV_HEADS, Case, randn
-from scripts.selftest.findings import REFUSALS, shortened
+from scripts.selftest.findings import REFUSALS
+from scripts.selftest.hour import shortened
 from scripts.selftest.layer_cases import (
     NUM_BLOCKS,
     OTHER_LENGTHS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import sys
 import time
@@ -18,20 +17,8 @@ from lopa_ascend.backend.interface import Ops
 from lopa_ascend.config import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.parallel.launch import rank_in_environment
-from scripts.selftest.cases import (
-    ASKED,
-    ASKED_SUMS,
-    CAPTURED,
-    QWEN3,
-    Case,
-    asked_case,
-    attention_cases,
-    elementwise_cases,
-    linear_cases,
-    write_cases,
-)
-from scripts.selftest.expert_cases import EXPERTS, expert_cases
-from scripts.selftest.int8_cases import INT8, int8_cases
+from scripts.selftest.cases import ASKED, ASKED_SUMS, CAPTURED, EXPERTS, INT8, QWEN3, Case, asked_case, attention_cases
+from scripts.selftest.hour import shortened
 from scripts.selftest.layer_cases import captured_cases
 from scripts.selftest.policy_cases import policy_cases
 from scripts.selftest.speed import CALLS, FEW, MANY, SPEED, TIMED_LAYOUTS, speed_cases, speed_name
@@ -54,7 +41,6 @@ SUMS = 8
 """All-reduces of a run: the host waits for the device once in a run, which takes longer than a small all-reduce."""
 REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, ImportError)
 """What an op raises that the device or this torch_npu cannot run."""
-MAX_MESSAGE = 300
 
 
 @dataclass(frozen=True)
@@ -135,13 +121,6 @@ def examine_cases(cases: Iterable[Case | Finding], rest: str, repeats: int) -> l
     return findings
 
 
-def shortened(error: Exception) -> str:
-    """The beginning of an error's text on one line, without folders and addresses of this machine."""
-    text = " ".join(f"{error}".split()) or type(error).__name__
-    text = re.sub(r"(?<![\w./])(?:/[^\s/:'\"()\[\],]+)+/", "", text)
-    return re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}\b", "<address>", text)[:MAX_MESSAGE]
-
-
 def median_micros(run: Callable[[], object], repeats: int) -> float:
     """Median microseconds from a call until the device is done."""
     npu = torch.get_device_module("npu")
@@ -176,10 +155,12 @@ def examine_all(repeats: int) -> list[Finding]:
 
     A kernel may leave the device unusable. So what the options for the server need comes first.
     """
+    from scripts.selftest.op_cases import expert_cases, float_cases, int8_cases  # which need torch_npu
+
     by_layout = {layout: eager_ops(layout) for layout in ATTENTION_LAYOUTS}
     ops = next(iter(by_layout.values()))
     torch.manual_seed(0)
-    needed = chain(elementwise_cases(ops), linear_cases(ops), write_cases(ops), step_cases(ops))
+    needed = chain(float_cases(ops), step_cases(ops))
     findings = examine_cases(needed, "further ops", repeats)
     for layout, layout_ops in by_layout.items():
         findings += examine_cases(attention_cases(layout_ops, layout), f"attention {layout}, further cases", repeats)

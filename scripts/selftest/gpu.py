@@ -1,229 +1,477 @@
-"""The self-test of a GPU: what it computes, and how fast. `python -m scripts.selftest --device cuda` runs it."""
+"""What the self-test of a GPU looks at, in the order in which it decides whether the rest means anything."""
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
+import shutil
+import subprocess
 import sys
+import sysconfig
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
-from lopa_ascend import LLM, DecodingParams, __version__
-from lopa_ascend.backend.cuda.graphs import Capture
+from lopa_ascend import __version__
+from lopa_ascend.backend.cuda import DEVICE
+from lopa_ascend.backend.cuda.graphs import Capture, StreamCapture
 from lopa_ascend.backend.interface import Ops
-from lopa_ascend.backend.memory import is_out_of_memory
-from lopa_ascend.config import GraphParams
+from lopa_ascend.config import EngineConfig, GraphParams, ModelConfig
 from lopa_ascend.model.base import SplitModel
-from scripts.bench.prompts import text_prompts
-from scripts.selftest.gpu_kernels import DREAM_7B, Measured, Sizes, cases, examine, measure
-from scripts.selftest.gpu_steps import SHAPES, RandomStep, Shape, StepCase, random_model, time_step
+from scripts.bench.plan.devices import Range, known_devices, load_device
+from scripts.bench.plan.models import load_model
+from scripts.selftest.hour import LEFT_OUT, WRONG, Report, Row, Step
 from tests import golden
+from tests.cuda.cases import DREAM_7B, MOST, Case, Random, Sizes, attention_case, cases, error_of
 
-SECONDS = 300.0
-"""After so many seconds no further step is begun."""
-MOST_TOKENS = 16384
-"""Tokens of the largest step that is timed."""
-PROBLEMS = 8
-STEPS = tuple(
-    StepCase(requests, lookaheads, prompt)
-    for prompt, requests, lookaheads in itertools.product((512, 4096), (1, 8, 32), (7, 0, 3, 14))
-)
-"""The first one is that of the aim of 8 ms."""
+CALLS = 56
+"""Calls in a graph that is timed."""
+SETS = 4
+"""Inputs that take turns there: what one call has read is not in the cache when it is read again."""
+REPLAYS = 10
+L2_BYTES = 48 * 2**20
+ALIKE = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bf16"}
+ENGINES = ("llguidance", "msgspec", "regex", "tokenizers", "safetensors", "jinja2")
+"""Modules that whole engines import beside torch, Triton and NumPy. Steps of random models need msgspec of these."""
+SERVED = (*ENGINES, "fastapi", "fastapi_offline", "uvicorn", "httptools", "pydantic", "zmq", "prometheus_client")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is examined; by default everything."""
+    """How much is looked at; by default everything."""
 
     sizes: Sizes = DREAM_7B
-    shapes: tuple[tuple[str, Shape], ...] = tuple(SHAPES.items())
-    steps: tuple[StepCase, ...] = STEPS
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    model: ModelConfig = field(default_factory=partial(load_model, "Dream-7B"))
+    """Of random weights."""
+    layers: int = 2
+    """Of what is captured to be compared, and to see what memory it takes."""
     dtype: torch.dtype = torch.bfloat16
-    graph_modes: tuple[str, ...] = ("cuda_graphs", "eager")
+    copied: int = 2**30
+    """Bytes of the copy that measures the bandwidth."""
+    side: int = 8192
+    """Of the square matrices whose product measures the rates."""
     goldens: tuple[str, ...] = tuple(case for case in golden.CASES if case != golden.MASK_CHOSEN)
-    problems: int = PROBLEMS
+    problems: int = 8
     """Of the bundled model."""
-    seconds: float = SECONDS
+    server: tuple[str, ...] = ("--device", "cuda")
+    rows: tuple[int, ...] = (64, 512)
+    """Of the products that candidates are compared with."""
+    steps: tuple[tuple[int, int], ...] = ((7, 640), (7, 4224), (0, 640), (3, 640))
+    """Lookahead branches, and keys, whole pages."""
+    block: int = 32
+    keys: int = 640
+    """Of the other steps."""
+    few_sequences: int = 4
+    """Of the engine whose steps are compared."""
+    most_sequences: int = 64
+    most_blocks: int = EngineConfig.graph_window_blocks
+    """Of the one whose buckets are captured in two orders."""
 
 
-def examine_gpu(ops: Ops, capture: Capture, plan: Plan) -> dict[str, Any]:
-    """Everything that is known of a GPU afterwards, for JSON."""
-    begin = time.monotonic()
-    measured = measure(ops, capture, plan.sizes)
-    report: dict[str, Any] = {"stack": _stack(ops), "measured": asdict(measured), "kernels": [], "left_out": []}
-    for case in cases(ops, plan.sizes):
-        _announce(case.name)
-        report["kernels"].append(examine(case, capture, measured))
-    report["goldens"] = {mode: _wrong_goldens(mode, plan.goldens) for mode in plan.graph_modes}
-    report["bundled"] = [_decode_bundled(k, plan) for k in (0, 7)] if plan.problems else []
-    report["neighbours"] = _neighbours(plan) if plan.problems else None
-    report["steps"] = list(_steps(ops, capture, measured, plan, begin + plan.seconds, report["left_out"]))
-    report["seconds"] = time.monotonic() - begin
-    return report
+def capture_of(ops: Ops) -> Capture:
+    """The graphs of a GPU."""
+    return StreamCapture()
 
 
-def failures(report: dict[str, Any]) -> list[str]:
-    """What is wrong with a GPU, by its report."""
-    found = [f"{kernel['kernel']} computes something else" for kernel in report["kernels"] if kernel["verdict"] != "ok"]
-    found += [f"{case} differs in {mode}" for mode, cases in report["goldens"].items() for case in cases]
-    return found + [f"{step['name']}: graph and eager differ" for step in report["steps"] if not step["equal"]]
+def opened() -> Ops:
+    """The ops of this machine's first GPU."""
+    return DEVICE.load_ops(EngineConfig(device="cuda"))
 
 
-def report_text(report: dict[str, Any]) -> str:
-    """The report as tables."""
-    lines = [", ".join(f"{name} {value}" for name, value in report["stack"].items())]
-    lines.append(
-        "{:.2f} TB/s copied, {:.0f} TFLOP/s bf16, {:.0f} TOP/s int8".format(
-            *(value / 1e12 for value in report["measured"].values())
-        )
-    )
-    lines += _table(
-        ("kernel", "verdict", "error", "us", "floor us", "of the floor"),
-        (
-            (k["kernel"], k["verdict"], f"{k['error']:.1e}", f"{k['us']:.1f}", f"{k['floor_us']:.1f}", _share(k, "us"))
-            for k in report["kernels"]
-        ),
-    )
-    lines += _table(
-        ("step", "graph = eager", "ms", "floor ms", "of the floor", "host ms", "kernels ms"),
-        (
-            (
-                s["name"], str(s["equal"]), f"{s['ms']:.2f}", f"{s['floor_ms']:.2f}", _share(s, "ms"),
-                f"{s['host_ms']:.2f}", f"{s.get('kernels_ms', 0):.2f}",
-            )
-            for s in report["steps"]
-        ),
-    )  # fmt: skip
-    lines += [f"golden traces that differ in {mode}: {len(cases)}" for mode, cases in report["goldens"].items()]
-    lines += [
-        f"bundled model, k = {b['k']}: {b['tokens_per_second']:.0f} tokens/s at TPF {b['tpf']:.1f}"
-        for b in report["bundled"]
-    ]
-    if report["neighbours"] is not None:
-        lines.append(f"answers that differ beside others: {report['neighbours']} of {PROBLEMS}")
-    lines += [f"left out: {name}" for name in report["left_out"]]
-    return "\n".join([*lines, *(f"WRONG: {failure}" for failure in failures(report))])
+# ---- the machine and its kernels -------------------------------------------------------------------------------------
 
 
-def _share(row: dict[str, Any], unit: str) -> str:
-    return f"{100 * row[f'floor_{unit}'] / row[unit]:.0f} %"
-
-
-def _table(headings: Sequence[str], rows: Iterator[tuple[str, ...]]) -> list[str]:
-    table = [tuple(headings), *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-
-
-def _announce(name: str) -> None:
-    """Says on stderr what comes next: it is not lost where the GPU hangs."""
-    sys.stderr.write(f"{name}\n")
-    sys.stderr.flush()
-
-
-def _stack(ops: Ops) -> dict[str, str]:
-    versions = {name: metadata.version(name) for name in ("torch", "triton")}
-    found = {"lopa_ascend": __version__, **versions}
+def machine(plan: Plan, found: Report) -> Iterator[Row]:
+    """Versions, driver, compiler, memory, tools and what else engines import."""
+    names = ("torch", "triton", "numpy", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
+    versions = {name: metadata.version(name) for name in names if _is_installed(name)}
+    yield {"name": "versions", "lopa_ascend": __version__, "python": sys.version.split()[0], **versions}
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+    header = Path(sysconfig.get_path("include"), "Python.h").exists()
+    yield {"name": "for Triton's first launch", "C compiler": compiler is not None, "Python.h": header}
+    yield {"name": "tools", **{tool: shutil.which(tool) is not None for tool in ("nvidia-smi", "ncu", SANITIZER)}}
+    yield {"name": "missing modules", "names": [name for name in SERVED if find_spec(name) is None]}
+    query = "--query-gpu=name,driver_version,memory.used,power.limit,clocks.sm,clocks.max.sm,ecc.mode.current"
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", query, "--format=csv,noheader"]
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.splitlines()
+        yield {"name": "nvidia-smi", "GPUs": lines}
+    ops = opened()
     if ops.device.type == "cuda":
-        device = torch.get_device_module("cuda").get_device_properties(ops.device)
-        found |= {"CUDA": str(torch.version.cuda), "GPU": device.name, "GiB": f"{device.total_memory / 2**30:.0f}"}
-    return found
+        cuda = torch.get_device_module("cuda")
+        gpu, (free, total) = cuda.get_device_properties(ops.device), cuda.mem_get_info()
+        row: Row = {"name": "GPU", "is": gpu.name, "count": cuda.device_count(), "CUDA": str(torch.version.cuda)}
+        row |= {"capability": f"{gpu.major}.{gpu.minor}", "SMs": gpu.multi_processor_count}
+        l2 = getattr(gpu, "L2_cache_size", 0)
+        yield row | {"free GiB": free / 2**30, "GiB": total / 2**30, "L2 MiB": l2 / 2**20}
 
 
-# ---- whole engines ---------------------------------------------------------------------------------------------------
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
-def _wrong_goldens(graph_mode: str, chosen: Sequence[str]) -> list[str]:
-    """The recorded traces of the published code that are decoded otherwise, in float32."""
-    wrong = []
-    for (name, attention, confidence), of_kind in golden.cases_by_kind().items():
-        traces = {case: golden.read(case) for case in of_kind if case in chosen}
-        params = {case: golden.decoding_params(trace) for case, trace in traces.items()}
-        if not traces:
-            continue
-        _announce(f"goldens of {name}, {graph_mode}")
-        with LLM(
-            golden.FOLDER / "models" / name,
-            device="cuda",
-            dtype="float32",
-            graph_mode=graph_mode,
-            enable_prefix_caching=False,
-            max_num_seqs=1,
-            graph_params=GraphParams(
-                max(p.lookaheads for p in params.values()),
-                max(p.block_size for p in params.values()),
-                window_attention=attention,
-                confidence=confidence,
-            ),
-        ) as llm:
-            for case, trace in traces.items():
-                output = llm.generate([trace["prompt_ids"]], params[case], quiet=True)[0]
-                if list(output.token_ids) != trace["output_ids"]:
-                    wrong.append(case)
-    return wrong
+def kernels(plan: Plan, found: Report) -> Iterator[Row]:
+    """Every kernel once, up to the first wrong one. What it does not write is poison."""
+    ops = opened()
+    pairs = ((each, case) for each in plan.dtypes for case in cases(ops, plan.sizes, each))
+    for dtype, case in pairs:
+        with _poisoned():
+            share = error_of(case, case.run())
+        most = MOST[dtype] if case.most is None else case.most
+        verdict = "ok" if share <= most else WRONG
+        yield {"name": f"{case.name}, {ALIKE[dtype]}", "error": share, "most": most, "verdict": verdict}
+        if verdict == WRONG:
+            return
 
 
-def _decode_bundled(lookaheads: int, plan: Plan) -> dict[str, Any]:
-    """Tokens a second and tokens per forward pass of the bundled model, one request at a time."""
-    _announce(f"bundled model, k = {lookaheads}")
-    with LLM(device="cuda", graph_mode=plan.graph_modes[0], dtype="auto") as llm:
-        params = DecodingParams(decoding="lopa" if lookaheads else "d2f", num_branches=lookaheads)
-        prompts = text_prompts(llm, plan.problems)
-        llm.generate(prompts[:1], params, quiet=True)
+@contextmanager
+def _poisoned() -> Iterator[None]:
+    """Fills new tensors with NaN, or with the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SANITIZER = "compute-sanitizer"
+RUN = "from tests.cuda.cases import {0}; from scripts.selftest.gpu import run_all; run_all({0})"
+"""Code of a process that a tool looks at."""
+
+
+def sanitizer(plan: Plan, found: Report) -> Iterator[Row]:
+    """Every kernel at ragged shapes under memcheck, in a process of its own."""
+    if not (tool := shutil.which(SANITIZER)):
+        yield {"name": SANITIZER, "verdict": LEFT_OUT, "message": "not installed; CUDA's toolkit has it"}
+        return
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", RUN.format("RAGGED")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    row = {"name": "memcheck", "exit code": done.returncode, "says": " ".join(done.stdout.splitlines()[-2:])}
+    yield row | {"verdict": WRONG if done.returncode else "ok"}
+
+
+def run_all(sizes: Sizes) -> None:
+    """Runs every kernel once."""
+    for case in cases(opened(), sizes, torch.bfloat16):
+        case.run()
+    torch.get_device_module("cuda").synchronize()
+
+
+# ---- rates -----------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(ops: Ops, runs: Sequence[Callable[[], Any]]) -> float:
+    """Seconds of a call, of CALLS in a captured graph that take turns. Its pool of memory is its own: one whose graphs
+    are all destroyed cannot be used again while a block of it lives."""
+    capture, device = capture_of(ops), ops.device
+
+    def launch() -> Tensor:
+        results = [None]
+        for run in itertools.islice(itertools.cycle(runs), CALLS):
+            results[0] = run()
+        return torch.zeros(1, device=device)
+
+    capture.warm_up(launch)
+    replay, _ = capture.capture(launch)
+    replay()
+    return timed(replay, capture, device) / CALLS
+
+
+def timed(run: Callable[[], object], capture: Capture, device: torch.device) -> float:
+    """Seconds that the device takes for what is launched, by its own clock."""
+    if device.type != "cuda":
         begin = time.perf_counter()
-        outputs = [llm.generate([prompt], params, quiet=True)[0] for prompt in prompts]
-        taken = time.perf_counter() - begin
-    tokens, passes = sum(len(o.token_ids) for o in outputs), sum(o.num_forwards for o in outputs)
-    return {"k": lookaheads, "tokens_per_second": tokens / taken, "tpf": tokens / passes}
+        run()
+        return time.perf_counter() - begin
+    capture.wait()
+    first, last = (torch.get_device_module("cuda").Event(enable_timing=True) for _ in range(2))
+    first.record()
+    run()
+    last.record()
+    last.synchronize()
+    taken: float = first.elapsed_time(last)
+    return taken / 1000
 
 
-def _neighbours(plan: Plan) -> int:
-    """How many answers of the bundled model have other tokens among others than alone."""
-    _announce("neighbours")
-    with LLM(device="cuda", graph_mode=plan.graph_modes[0]) as llm:
-        prompts = text_prompts(llm, plan.problems)
-        alone = [llm.generate([prompt], quiet=True)[0].token_ids for prompt in prompts]
-        together = [output.token_ids for output in llm.generate(prompts, quiet=True)]
-    return sum(a != b for a, b in zip(alone, together, strict=True))
+def ceilings(plan: Plan, found: Report) -> Iterator[Row]:
+    """What this GPU reaches, on random numbers; then every kernel beside its floor by these rates."""
+    ops = opened()
+    device, random, side = ops.device, Random(ops.device, plan.dtype, 0), plan.side
+    if known := _known_device(found):
+        low = known.low
+        peaks = {"TB/s": low.reachable_bandwidth, "bf16 peak TFLOP/s": low.bf16_flops, "int8 peak": low.int8_flops}
+        yield {"name": "data sheet", **{name: value / 1e12 for name, value in peaks.items()}}
+    sources = [torch.empty(plan.copied, dtype=torch.int8, device=device).random_() for _ in range(2)]
+    copies = [partial(sources[index].copy_, sources[1 - index]) for index in range(2)]
+    bandwidth = 2 * plan.copied / seconds_of(ops, copies)
+    yield {"name": "copy", "TB/s": bandwidth / 1e12}
+    del sources, copies
+    pairs = [(random.normal(side, side), random.normal(side, side)) for _ in range(SETS)]
+    rates, operations = {}, 2.0 * side**3
+    for name, make in (("bf16", _float_product), ("int8", _int8_product), ("fp8", _fp8_product)):
+        try:
+            taken = seconds_of(ops, [make(*pair) for pair in pairs])
+        except (RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
+            yield {"name": name, "verdict": LEFT_OUT, "message": str(error).splitlines()[0][:200]}
+            continue
+        rates[name] = operations / taken
+        yield {"name": name, "TFLOP/s": rates[name] / 1e12}
+    held = torch.empty(min(L2_BYTES, plan.copied) // 4, dtype=torch.int32, device=device).random_()
+    read = held.nbytes / seconds_of(ops, [partial(torch.amax, held.view(-1, 64), 1)])
+    yield {"name": "L2, read by a reduction", "TB/s": read / 1e12}
+    del pairs, held
+    for alike in zip(*(cases(ops, plan.sizes, plan.dtype, seed) for seed in range(SETS)), strict=True):
+        if not alike[0].num_bytes:
+            continue
+        yield _beside_floor(alike, seconds_of(ops, [case.run for case in alike]), bandwidth, rates)
+
+
+def _float_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    return partial(torch.mm, x, weight.t())
+
+
+def _int8_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    codes, others = ((24 * each).round().clamp(-127, 127).to(torch.int8) for each in (x, weight))
+    return partial(torch._int_mm, codes, others.t())
+
+
+def _fp8_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    """With a scale for each row and each output."""
+    codes, others = (each.to(torch.float8_e4m3fn) for each in (x, weight))
+    scales = [torch.rand(len(each), 1, device=x.device) for each in (x, weight)]
+    multiply = partial(torch._scaled_mm, codes, others.t(), out_dtype=torch.bfloat16)
+    return partial(multiply, scale_a=scales[0], scale_b=scales[1].t())
+
+
+def _beside_floor(alike: Sequence[Case], taken: float, bandwidth: float, rates: dict[str, float]) -> Row:
+    case = alike[0]
+    by_rate = case.operations / rates[case.rate] if case.operations and case.rate in rates else 0.0
+    floor = max(case.num_bytes / bandwidth, by_rate)
+    return {"name": case.name, "us": 1e6 * taken, "floor us": 1e6 * floor, "of the floor": floor / taken}
+
+
+def _known_device(found: Report) -> Range | None:
+    """What the planner knows of this GPU."""
+    name = next((str(row["is"]) for row in found.get("machine", ()) if row["name"] == "GPU"), "")
+    key = next((key for key in known_devices() if key in name.lower().replace(" ", "")), None)
+    return load_device(key) if key else None
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-def _steps(
-    ops: Ops, capture: Capture, measured: Measured, plan: Plan, end: float, left_out: list[str]
-) -> Iterator[dict[str, Any]]:
-    """The times of all steps, until ``end``."""
-    for (model_name, shape), is_int8 in itertools.product(plan.shapes, (False, True)):
-        format_name = "W8A8" if is_int8 else "bf16"
-        if time.monotonic() > end:
-            left_out.append(f"{model_name} {format_name}: no time")
-            continue
-        model = random_model(shape, ops, plan.dtype, is_int8=is_int8)
-        for case in plan.steps:
-            name = f"{model_name} {format_name}, {case.requests} x k = {case.lookaheads}, prompt {case.prompt}"
-            tokens = case.bucket(0).tokens
-            if tokens > MOST_TOKENS or time.monotonic() > end:
-                left_out.append(f"{name}: {f'{tokens} tokens' if tokens > MOST_TOKENS else 'no time'}")
-                continue
-            _announce(name)
-            found = _time_unless_full(model, case, capture, measured)
-            if found is None:
-                left_out.append(f"{name}: no memory")
-            else:
-                yield {"name": name, **found}
+def captures(plan: Plan, found: Report) -> Iterator[Row]:
+    """Two layers as an engine captures them: with other KV lengths over random keys a replay has the bits of the step
+    op by op; and it can be captured again once all graphs are gone."""
+    from scripts.selftest.random_steps import Examined, bits, build
+
+    ops = opened()
+    capture, model = capture_of(ops), _model(plan, ops, layers=plan.layers)
+    for attempt in ("captured", "captured again after all graphs were destroyed"):
+        params, few = GraphParams(3, plan.block), plan.few_sequences
+        rows = build(model, Examined(capture), plan.keys, params, bits, max_num_seqs=few, graph_window_blocks=2)
+        yield from ({**row, "name": f"{attempt}, {row['name']}"} for row in rows)
+        gc.collect()
+
+
+def _model(plan: Plan, ops: Ops, layers: int | None = None, *, is_int8: bool = False) -> SplitModel:
+    from scripts.selftest.random_steps import random_model
+
+    config = plan.model if layers is None else replace(plan.model, num_layers=layers)
+    return random_model(config, ops, plan.dtype, is_int8=is_int8)
+
+
+def buckets(plan: Plan, found: Report) -> Iterator[Row]:
+    """Memory of graphs after each bucket of an engine, from the largest to the smallest and the other way round. Both
+    alike: the engine orders them itself."""
+    from scripts.selftest.random_steps import Examined, build
+
+    ops = opened()
+    model = _model(plan, ops, layers=plan.layers)
+    for order, largest_first in (("descending", True), ("ascending", False)):
+        params, compiler = GraphParams(3, plan.block), Examined(capture_of(ops))
+        most: dict[str, Any] = {"max_num_seqs": plan.most_sequences, "graph_window_blocks": plan.most_blocks}
+        rows = build(model, compiler, plan.keys, params, None, largest_first=largest_first, **most)
+        yield {"name": order, "MiB": {row["name"]: row["MiB of graphs"] for row in rows}}
+        del compiler
+        gc.collect()
+
+
+def steps(plan: Plan, found: Report) -> Iterator[Row]:
+    """Milliseconds of steps of one request, after what the planner predicts of each; and what their kernels take."""
+    from scripts.selftest.random_steps import Examined, build, clock
+
+    ops = opened()
+    for precision in ("bf16", "w8a8"):
+        model = _model(plan, ops, is_int8=precision == "w8a8")
+        for k, keys in plan.steps:
+            name = f"{precision}, k = {k}, {keys} keys"
+            yield {"name": f"{name}, predicted", "ms": _predicted(found, k, keys, precision)}
+            capture = capture_of(ops)
+            look = clock(capture, partial(timed, capture=capture, device=ops.device), REPLAYS)
+            params = GraphParams(k, plan.block)
+            rows = build(model, Examined(capture), keys, params, look, max_num_seqs=1, graph_window_blocks=2)
+            yield from ({**row, "name": f"{name}, {row['name']}"} for row in rows)
+            gc.collect()
         del model
+        gc.collect()
 
 
-def _time_unless_full(model: SplitModel, case: StepCase, capture: Capture, measured: Measured) -> dict[str, Any] | None:
-    """What is found about a step; None if the GPU has no memory for it."""
-    try:
-        return time_step(RandomStep(model, case), capture, measured)
-    except (RuntimeError, ValueError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
+def _predicted(found: Report, k: int, keys: int, precision: str) -> list[float]:
+    """Milliseconds of the planner, the fewest and the most; none for a GPU that it does not know."""
+    from scripts.bench.plan.step import predict
+    from scripts.bench.plan.tasks import Workload
+
+    if (devices := _known_device(found)) is None:
+        return []
+    work = Workload(precision=precision, k=k, window=64, context=keys - 64, requests=1)
+    return [1000 * step.device for step in predict(load_model("Dream-7B"), devices, work).values()]
+
+
+# ---- choices ---------------------------------------------------------------------------------------------------------
+
+
+def choices(plan: Plan, found: Report) -> Iterator[Row]:
+    """Candidates beside one another: int8 products by the own kernel and by cuBLAS with scales after it, fp8 with
+    scales inside it, and bf16; and tiles of attention."""
+    ops = opened()
+    s = plan.sizes
+    queries = s.heads * s.dim
+    shapes = {"qkv": (s.hidden, queries + 2 * s.kv_heads * s.dim), "o": (queries, s.hidden)}
+    shapes |= {"gate_up": (s.hidden, 2 * s.inner), "down": (s.inner, s.hidden)}
+    for tokens, (name, (inputs, outputs)) in itertools.product(plan.rows, shapes.items()):
+        random = Random(ops.device, plan.dtype, 0)
+        pairs = [(random.normal(tokens, inputs), random.normal(outputs, inputs)) for _ in range(SETS)]
+        row: Row = {"name": f"{name}, {tokens} tokens, us"}
+        for kind, make in (
+            ("bf16", _float_product),
+            ("int8, own", partial(_own_int8, ops)),
+            ("int8, _int_mm alone", _int8_product),
+            ("int8, _int_mm and scales", _scaled_int8),
+            ("fp8, _scaled_mm", _fp8_product),
+        ):
+            try:
+                row[kind] = 1e6 * seconds_of(ops, [make(*pair) for pair in pairs])
+            except (RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
+                row[kind] = f"refused: {str(error).splitlines()[0][:80]}"
+        yield row
+    yield from _attentions(plan, ops)
+
+
+def _attentions(plan: Plan, ops: Ops) -> Iterator[Row]:
+    """Attention of one request with 8 branches, and of many, by what the ops choose and by what they could."""
+    from lopa_ascend.backend.cuda import ops as chosen
+
+    for alternative in ({}, {"QUERY_ROWS": 64}, {"QUERY_ROWS": 128}, {"FEW_PROGRAMS": 0}):
+        known = {name: value for name, value in alternative.items() if getattr(chosen, name, value) != value}
+        if len(known) < len(alternative):  # these ops have no such choice, or make it
+            continue
+        row: Row = {"name": f"attention, us, {known or 'as it is served'}"}
+        with mock.patch.dict(vars(chosen), known):
+            for branches, requests in ((8, 1), (1, plan.sizes.sequences)):
+                name = f"{requests} x {branches} branches"
+                randoms = [Random(ops.device, plan.dtype, seed) for seed in range(SETS)]
+                alike = [attention_case(ops, plan.sizes, random, name, requests, branches) for random in randoms]
+                row[name] = 1e6 * seconds_of(ops, [case.run for case in alike])
+        yield row
+
+
+def _own_int8(ops: Ops, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    (codes, scale), (others, by_output) = ops.quantize(x), ops.quantize(weight)
+    return partial(ops.quant_linear, codes, scale, ops.stored(others), by_output, None, x.dtype)
+
+
+def _scaled_int8(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    product, rows = _int8_product(x, weight), torch.rand(len(x), 1, device=x.device)
+    columns = torch.rand(len(weight), device=x.device)
+    return lambda: (product() * columns).mul_(rows).to(x.dtype)
+
+
+COUNTERS = (
+    "lts__t_throughput.avg.pct_of_peak_sustained_elapsed",
+    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+    "gpu__time_duration.sum",
+)
+HEAVIEST = "regex:multiply_int8|attend|norm_rows"
+
+
+def counters(plan: Plan, found: Report) -> Iterator[Row]:
+    """L2 and tensor pipes of the heaviest kernels, by ncu."""
+    if not (tool := shutil.which("ncu")):
+        yield {"name": "ncu", "verdict": LEFT_OUT, "message": "not installed; Nsight Compute has it"}
+        return
+    options = ["--clock-control", "none", "--metrics", ",".join(COUNTERS), "--launch-count", "12"]
+    command = [tool, *options, "--kernel-name", HEAVIEST, sys.executable, "-c", RUN.format("DREAM_7B")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    shown = [line.strip() for line in done.stdout.splitlines() if "__" in line or "(" in line]
+    yield {"name": "ncu", "exit code": done.returncode, "lines": shown[:60]}
+
+
+# ---- the order -------------------------------------------------------------------------------------------------------
+
+
+def engines(plan: Plan, found: Report) -> Iterator[Row]:
+    from scripts.selftest import engines as whole
+
+    for mode in whole.MODES:
+        yield from whole.goldens(mode, plan.goldens)
+    yield from whole.bundled(plan.problems)
+
+
+def served(plan: Plan, found: Report) -> Iterator[Row]:
+    if missing := [name for name in SERVED if find_spec(name) is None]:
+        yield {"name": "server", "verdict": LEFT_OUT, "message": f"needs {', '.join(missing)}"}
+        return
+    from scripts.selftest import engines as whole
+
+    yield from whole.server(plan.server)
+
+
+def two_gpus(plan: Plan, found: Report) -> Iterator[Row]:
+    from scripts.selftest import engines as whole
+
+    gpus = [row["count"] for row in found.get("machine", ()) if "count" in row]
+    yield from whole.ranks(gpus[0] if gpus else 0)
+
+
+ORDER: tuple[tuple[str, float, bool, str, Callable[[Plan, Report], Iterator[Row]]], ...] = (
+    ("machine", 40, True, "a GPU of capability 8.0 or newer, a C compiler, Python.h", machine),
+    ("kernels", 150, True, "errors of at most 1 % in bf16, and of 0.01 % in float32", kernels),
+    ("sanitizer", 90, True, "no error", sanitizer),
+    ("ceilings", 90, False, "a copy as on the data sheet, bf16 at 80 % of its peak", ceilings),
+    ("captures", 60, True, "the bits of the same step op by op", captures),
+    ("engines", 150, False, "the recorded tokens, and those of the CPU", engines),
+    ("buckets", 60, False, "clearly less memory in descending order", buckets),
+    ("steps", 150, False, "what stands before each", steps),
+    ("choices", 90, False, "int8 by the own kernel as fast as bf16, fp8 1.5 times as fast", choices),
+    ("counters", 45, False, "int8 and attention bound by L2, not by tensor pipes", counters),
+    ("server", 90, False, "an answer in a stream, and exit status 0", served),
+    ("two GPUs", 150, False, "the tokens of one GPU, and RankError where a rank dies", two_gpus),
+)
+"""Name, seconds at most, whether what follows needs it, what is expected, and what it does."""
+SHORT = ("machine", "kernels", "ceilings", "captures", "engines", "steps")
+"""What decides whether a GPU is usable, and how fast."""
+
+
+def first_hour(plan: Plan) -> list[Step]:
+    """Everything in its order, about eight minutes with one GPU."""
+    return [Step(name, limit, text, partial(run, plan), needed) for name, limit, needed, text, run in ORDER]

@@ -39,9 +39,9 @@ from scripts.selftest.findings import (
     latencies,
     merged,
     options,
-    shortened,
     slowest,
 )
+from scripts.selftest.hour import shortened
 from scripts.selftest.parts import captured_latencies, part_times
 from scripts.selftest.speed import FEW
 from scripts.selftest.updates import CALLS as UPDATED_CALLS

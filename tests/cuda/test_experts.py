@@ -16,9 +16,9 @@ from lopa_ascend.backend.cuda.graphs import CudaGraphs
 from lopa_ascend.backend.cuda.ops import CudaOps, _routed
 from lopa_ascend.config import DecodingParams, GraphParams
 from lopa_ascend.graph import setup
-from scripts.eval.golden import Case
 from tests import golden
 from tests.cuda.recorder import Recorder
+from tests.golden_families import Case
 from tests.tiers import slow_but
 from tests.torch.paging import randn
 from tests.torch.test_experts import PLAIN, random_experts, random_sizes

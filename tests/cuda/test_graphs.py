@@ -15,9 +15,9 @@ from lopa_ascend.backend.cuda.ops import CudaOps
 from lopa_ascend.backend.interface import Entries
 from lopa_ascend.config import GraphParams, ParameterError
 from lopa_ascend.graph import setup
-from scripts.eval.golden import Case
 from tests import golden
 from tests.cuda.recorder import CaptureRefused, Recorder
+from tests.golden_families import Case
 from tests.tiers import slow_but
 from tests.torch.paging import paged_step, randn
 
@@ -90,7 +90,7 @@ def generate(case: str, monkeypatch: pytest.MonkeyPatch, graph_mode: str):
         dtype="float32",
         graph_mode=graph_mode,
         graph_params=compiled,
-        graph_window_blocks=4,
+        graph_window_blocks=2,
         max_num_seqs=1,
         max_model_len=128,
         enable_prefix_caching=False,

@@ -13,7 +13,7 @@ import pytest
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.demo import HANDWRITTEN
 from scripts.eval.demo import decoding, evaluate
-from scripts.eval.problems import read, read_set
+from scripts.eval.problems import read
 from tests.e2e.conftest import running
 from tests.tiers import slow_but
 
@@ -48,8 +48,7 @@ def test_branches_fill_more_in_longer_blocks(llm: LLM, count: int) -> None:
 @pytest.mark.parametrize("count", slow_but([20, 60], [20]))
 def test_it_solves_problems_in_other_peoples_words(llm: LLM, count: int) -> None:
     """A floor: 59 of the first 60 were solved."""
-    questions = read_set(HANDWRITTEN, count)
-    outcome = evaluate(llm, [(question.text, question.result) for question in questions], decoding(num_branches=0))
+    outcome = evaluate(llm, read(count, HANDWRITTEN), decoding(num_branches=0))
     assert outcome.accuracy >= 0.85
 
 

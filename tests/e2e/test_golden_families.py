@@ -52,14 +52,22 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "model": ({"model_dir": "../absent"}, "model_dir: .*absent has no config.json"),
     "name": (
-        {"params": {"steps": 3}},
-        "params: unknown name 'steps', expected one of remasking_strategy, block_length",
+        {
+            "params": {
+                "remasking_strategy": "sequential",
+                "block_length": 4,
+                "denoising_steps": 4,
+                "gen_length": 8,
+                "n": 1,
+            }
+        },
+        "params: unknown name 'n', expected one of remasking_strategy, confidence_threshold",
     ),
     "value": (
         {"params": {"remasking_strategy": "entropy_bounded", "block_length": 4, "denoising_steps": 4, "gen_length": 8}},
         "remasking_strategy: unknown value 'entropy_bounded', expected one of low_confidence_static",
     ),
-    "missing": ({"params": {"remasking_strategy": "sequential"}}, "missing required field `block_length`"),
+    "missing": ({"params": {"remasking_strategy": "sequential"}}, "params: gen_length is missing"),
     "kind": ({"prompt_ids": ["a"]}, r"Expected `int`, got `str` - at `\$.prompt_ids\[0\]`"),
     "ids": ({"prompt_ids": [9999]}, "9999"),
 }

@@ -3,17 +3,24 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import yaml
 
-from lopa_ascend import LLM
+from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import ParameterError
-from scripts.eval import tasks
-from scripts.eval.files import DATA, read_examples, read_problems
-from scripts.eval.prompts import PromptMaker, find_format
-from scripts.eval.task_kinds import TASKS
+from lopa_ascend.config.presets import PromptFormat
+from lopa_ascend.demo import HANDWRITTEN, HELD_OUT
+from scripts.eval import tasks as command
+from scripts.eval.command import InputError
+from scripts.eval.lm_tasks import Evaluation, load_tasks, prompt_formats
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra eval)")
+
+
+def find(name: str) -> PromptFormat:
+    return prompt_formats()[name]
 
 
 @pytest.fixture(scope="module")
@@ -25,73 +32,76 @@ def llm() -> LLM:
 def lm(llm: LLM):
     from scripts.eval.lm import LopaLM
 
-    return LopaLM(llm=llm, batch_size=4, mc_num=4, max_new_tokens=64)
+    return LopaLM(llm, llm.params(max_new_tokens=64), has_own_length=True, batch_size=4, mc_num=4)
 
 
 def instance(*args) -> SimpleNamespace:
     return SimpleNamespace(args=args, task_name="")
 
 
-def run(lm, names: list[str], format_name: str, limit: int, examples: int | None = None) -> dict:
-    from scripts.eval.lm_tasks import lm_eval_task
-
-    prompt = find_format(format_name)
-    configs = []
-    for name in names:
-        task = TASKS[name]
-        problems = [problem for _, problem in read_problems(DATA / f"{name}.jsonl", name).problems][:limit]
-        configs.append(lm_eval_task(task, problems, read_examples(task, None, examples or 0), prompt))
-    return lm_eval.simple_evaluate(
-        model=lm, tasks=configs, limit=limit, bootstrap_iters=0, apply_chat_template=prompt.chat_template,
-        fewshot_as_multiturn=prompt.fewshot_as_multiturn, system_instruction=prompt.system,
-    )  # fmt: skip
+GSM8K = {
+    "dataset_path": "json",
+    "dataset_name": None,
+    "fewshot_config": {"sampler": "first_n"},
+    "dataset_kwargs": {"data_files": {"train": str(HANDWRITTEN), "test": str(HELD_OUT)}},
+}
+"""lm-eval's GSM8K with the bundled model's problems."""
 
 
-@pytest.mark.parametrize(
-    ("format_name", "names", "examples"),
-    [
-        ("dream-instruct", ["gsm8k", "mbpp"], 2),
-        ("plain", ["gsm8k", "mbpp"], 2),
-        ("diffucoder-instruct", ["humaneval_plus", "mbpp_plus"], 0),
-    ],
-)
-def test_lm_eval_makes_the_benchmarks_prompts_and_scores(lm, format_name: str, names: list[str], examples: int):
-    lm.counts.clear()
-    results = run(lm, names, format_name, 2, examples)
-    for name in names:
-        task = TASKS[name]
-        assert [counts.opened_tokens >= counts.visible_tokens for counts in lm.counts[f"lopa_{name}"]] == [True] * 2
-        samples = sorted(results["samples"][f"lopa_{name}"], key=lambda sample: sample["doc_id"])
-        assert len(samples) == 2
-        maker = PromptMaker(find_format(format_name), lm.tokenizer)
-        for sample, (_, problem) in zip(samples, read_problems(DATA / f"{name}.jsonl", name).problems, strict=False):
-            assert sample["arguments"][0][0] == maker.text(task, problem, read_examples(task, None, examples))
-            found = task.score(problem, task.cut(sample["resps"][0][0]))
-            assert {metric: sample[metric] for metric in found} == found
-
-
-def test_gsm8k_of_lm_eval_itself_has_the_same_prompts_and_scores(lm, tmp_path: Path):
-    import yaml
-
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for --include with GSM8K as lm-eval has it, but for its problems."""
+    folder = tmp_path_factory.mktemp("tasks")
     config = yaml.safe_load((Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml").read_text())
-    files = {"train": str(DATA / "gsm8k.examples.jsonl"), "test": str(DATA / "gsm8k.jsonl")}
-    config |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
-    config |= {"num_fewshot": 2, "fewshot_config": {"sampler": "first_n"}, "task": "official"}
-    prompt = find_format("dream-instruct")
-    official = lm_eval.simple_evaluate(
-        model=lm, tasks=[config], limit=3, bootstrap_iters=0, apply_chat_template=True,
-        fewshot_as_multiturn=prompt.fewshot_as_multiturn,
-    )  # fmt: skip
-    ours = run(lm, ["gsm8k"], "dream-instruct", 3, 2)
-    by_doc = lambda samples: sorted({s["doc_id"]: s for s in samples}.items())  # noqa: E731
-    for (_, theirs), (_, own) in zip(
-        by_doc(official["samples"]["official"]), by_doc(ours["samples"]["lopa_gsm8k"]), strict=True
-    ):
-        assert theirs["arguments"][0][0] == own["arguments"][0][0]
-        assert theirs["resps"] == own["resps"]
-    scores = official["results"]["official"]
-    assert scores["exact_match,strict-match"] == ours["results"]["lopa_gsm8k"]["strict_match,none"]
-    assert scores["exact_match,flexible-extract"] == ours["results"]["lopa_gsm8k"]["flexible_extract,none"]
+    (folder / "gsm8k.yaml").write_text(yaml.safe_dump(config | GSM8K))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["plain", "chat"])
+def test_a_task_of_lm_eval_is_asked_in_each_format_and_scored(llm: LLM, folder: Path, name: str):
+    tasks = load_tasks({"gsm8k": 1}, find(name), folder)
+    work = Evaluation(tasks=tasks, prompt=find(name), limit=2, batch_size=2)
+    point = work.point(llm, llm.params(max_new_tokens=64), has_own_length=True)
+    example, first = (json.loads(path.read_text().splitlines()[0]) for path in (HANDWRITTEN, HELD_OUT))
+    turns = [
+        f"Question: {example['question']}\nAnswer:",
+        str(example["answer"]),
+        f"Question: {first['question']}\nAnswer:",
+    ]
+    expected = f"{turns[0]} {turns[1]}\n\n{turns[2]}"
+    if name == "chat":
+        roles = ("user", "assistant", "user")
+        expected = llm.tokenizer.render(
+            [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]
+        )
+    sample = min(point.samples["gsm8k"], key=lambda sample: sample["doc_id"])
+    assert sample["arguments"][0][0] == expected
+    assert list(point.scores["gsm8k"]) == ["exact_match,strict-match", "exact_match,flexible-extract"]
+    answers = point.answers["gsm8k"]
+    assert [each.opened_tokens >= each.visible_tokens > 0 and each.seconds is None for each in answers] == [True] * 2
+
+
+def test_answers_that_are_made_alone_are_timed(llm: LLM):
+    work = Evaluation(tasks=load_tasks({"problems": None}, find("chat")), prompt=find("chat"), limit=2, cut=False)
+    point = work.point(llm, llm.params(max_new_tokens=96), has_own_length=True)
+    assert point.scores["problems"] == {"exact_match,result": 1.0}
+    assert len(point.answers["problems"]) == 2
+    assert all(answer.seconds is not None and answer.seconds > 0 for answer in point.answers["problems"])
+
+
+def test_what_cannot_be_evaluated_is_refused_before_a_model_is_needed(tmp_path: Path):
+    with pytest.raises(InputError, match="lm-eval has no task 'gsm9k'; this project adds diffucoder_humaneval_plus"):
+        load_tasks({"gsm9k": None}, find("chat"))
+    config: dict[str, Any] = {"task": "programs", "output_type": "generate_until", "test_split": "test", **GSM8K}
+    config |= {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}", "metric_list": [{"metric": "exact_match"}]}
+    lost = config | {"task": "lost", "dataset_path": str(tmp_path / "absent")}
+    (tmp_path / "lost.yaml").write_text(yaml.safe_dump(lost))
+    (tmp_path / "programs.yaml").write_text(yaml.safe_dump(config | {"unsafe_code": True}))
+    with pytest.raises(InputError, match="programs runs programs of the model; --confirm-run-unsafe-code allows it"):
+        load_tasks({"programs": None}, find("chat"), tmp_path)
+    assert list(load_tasks({"programs": None}, find("chat"), tmp_path, runs_code=True)) == ["programs"]
+    with pytest.raises(InputError, match="task lost cannot be loaded: "):
+        load_tasks({"lost": None}, find("chat"), tmp_path)
 
 
 def test_answers_end_at_stop_strings_in_batches_of_equal_requests(lm):
@@ -107,33 +117,20 @@ def test_answers_end_at_stop_strings_in_batches_of_equal_requests(lm):
 def test_what_a_task_asks_for_is_taken_or_refused(llm: LLM):
     from scripts.eval.lm import LopaLM
 
-    plain, fixed = LopaLM(llm=llm), LopaLM(llm=llm, preset="S13", escape_until=True)
+    plain = LopaLM(llm, DecodingParams())
+    fixed = LopaLM(llm, DecodingParams(max_new_tokens=512), has_own_length=True, escape_until=True)
     asked = {"until": ["a", ""], "max_gen_toks": 33, "do_sample": True, "temperature": 0.5, "top_p": 0.9}
     params = plain.request_params(asked)
     assert (params.max_new_tokens, params.stop, params.temperature, params.top_p) == (33, ("a",), 0.5, 0.9)
     assert plain.request_params({**asked, "do_sample": False}).temperature == 0
     assert (fixed.request_params(asked).max_new_tokens, fixed.request_params(asked).stop) == (512, ())
-    own = LopaLM(llm=llm, stop=("end", "a"))
+    own = LopaLM(llm, DecodingParams(stop=("end", "a")))
     assert own.request_params({"until": ["a", "b"]}).stop == ("end", "a", "b")
     assert own.request_params({}).stop == ("end", "a")
     with pytest.raises(ParameterError, match="generation_kwargs: unknown 'num_beams'"):
         plain.request_params({"num_beams": 4})
-    with pytest.raises(ParameterError, match="neither an option of the engine nor a decoding parameter"):
-        LopaLM(llm=llm, tau=0.9)
-    with pytest.raises(ParameterError, match="add_bos: needs a BOS token"):
-        LopaLM(llm=llm, add_bos=True)
-
-
-def test_lm_eval_finds_it_by_its_name():
-    import scripts.eval.lm
-    from scripts.eval.lm_tasks import lm_eval_task
-
-    assert scripts.eval.lm.LopaLM.__name__ == "LopaLM"
-    problem = read_problems(DATA / "gsm8k.jsonl", "gsm8k").problems[0][1]
-    task = lm_eval_task(TASKS["gsm8k"], [problem], [], find_format("plain"))
-    options = {"max_new_tokens": 32, "threads": 1, "batch_size": 2, "num_branches": 2}
-    results = lm_eval.simple_evaluate(model="lopa", model_args=options, tasks=[task], bootstrap_iters=0)
-    assert results["results"]["lopa_gsm8k"]["strict_match,none"] in (0, 1)
+    with pytest.raises(ParameterError, match="prompt: begins with a BOS token"):
+        LopaLM(llm, DecodingParams(), add_bos=True)
 
 
 def test_multiple_choice_is_scored_by_likelihood(lm):
@@ -145,7 +142,7 @@ def test_multiple_choice_is_scored_by_likelihood(lm):
 def test_choices_of_a_question_share_one_pass_over_masks(llm: LLM):
     from scripts.eval.lm import LopaLM
 
-    lm, context = LopaLM(llm=llm, mc_num=0), "One and one is"
+    lm, context = LopaLM(llm, llm.params(), mc_num=0), "One and one is"
     before = llm.engine.stats().num_steps
     asked = [instance(context, " two"), instance("One", " and"), instance(context, " 2")]
     found = [value for value, _ in lm.loglikelihood(asked, disable_tqdm=True)]
@@ -155,16 +152,17 @@ def test_choices_of_a_question_share_one_pass_over_masks(llm: LLM):
 
 
 def test_the_command_writes_scores_counts_and_answers_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    out = tmp_path / "scores.json"
+    out, plot = tmp_path / "scores.json", tmp_path / "plot.svg"
     arguments = "problems --limit 1 --threads 1 --num-branches 0 --tau-conf 0.9 0.7 --max-new-tokens 96".split()
-    tasks.main([*arguments, "--out", str(out)])
-    assert "one token a pass: problems: exact 100.0; summed TPF 0." in capsys.readouterr().out
+    command.main([*arguments, "--out", str(out), "--plot", str(plot)])
+    assert "one token a pass: problems: exact_match,result 100.0; summed TPF 0." in capsys.readouterr().out
     content = json.loads(out.read_text())
     first, *others = content["points"]
-    assert first["tpf"]["problems"]["lopa_tpf"] < 1.2
-    assert all(point["tpf"]["problems"]["summed_tpf"] > 4 for point in others)
+    assert first["numbers"]["problems"]["lopa_tpf"] < 1.2
+    assert all(point["numbers"]["problems"]["summed_tpf"] > 4 for point in others)
     assert content["model"] == "bundled"
     assert content["machine"]["versions"]["lm_eval"] == lm_eval.__version__
     assert others[0]["decoding"]["max_new_tokens"] == 96
     assert content["settings"]["engine"]["seed"] == 0
-    assert len(others[0]["samples"]["lopa_problems"]) == 1
+    assert len(others[0]["samples"]["problems"]) == 1
+    assert "<svg" in plot.read_text()

@@ -40,6 +40,7 @@ from lopa_ascend.graph.tensors import (
     make_constants,
     unflatten,
     view_inputs,
+    view_packing,
 )
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import Model
@@ -249,7 +250,8 @@ def step_tensors(bucket: Bucket, hidden: int, caches: Caches = ((), ()), seats: 
     states = torch.zeros(seats, bucket.state_size, device="npu")
     num_rows = seats * (1 + bucket.max_blocks) + bucket.tokens
     kept = torch.zeros(num_rows, hidden, dtype=torch.bfloat16, device="npu")
-    return flatten(view_inputs(memory, bucket), constants, Storage(states, kept), caches)
+    storage = Storage(states, kept)
+    return flatten(view_inputs(memory, bucket), constants, storage, caches, view_packing(memory, bucket))
 
 
 @functools.cache
@@ -261,7 +263,7 @@ def lowered_step(variant: Variant, num_layers: int, bucket: Bucket = BUCKET, bp_
         step = DecodeStep(bucket, sample.model, sample.score, bp)
         caches = sample.k_caches, sample.v_caches
         tensors = step_tensors(bucket, sample.model.config.hidden_size, caches)
-        lengths = [544] * (bucket.sequences * bucket.slots * bucket.entries)
+        lengths = [544] * bucket.all_entries
 
         def run(kv_lengths: list[int]) -> Tensor:
             return step(tensors, kv_lengths)
@@ -294,7 +296,7 @@ def captured_step(variant: Variant, num_layers: int, bucket: Bucket = BUCKET) ->
         sample = Sample(variant, num_layers, group)
         step = DecodeStep(bucket, sample.model, sample.score, ALONE)
         tensors = step_tensors(bucket, sample.model.config.hidden_size, (sample.k_caches, sample.v_caches))
-        lengths = [544] * (bucket.sequences * bucket.slots * bucket.entries)
+        lengths = [544] * bucket.all_entries
         compiler = load_compiler("npu", "npugraph_ex", key=f"report of {variant}")
         before = capture.tapes()
         compiler.compile(step, f"layers{num_layers}", tensors, lengths)

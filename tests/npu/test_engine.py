@@ -20,9 +20,9 @@ from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.decoder import Decoder
 from lopa_ascend.types import GenerationOutput
 from scripts.eval.demo import decoding, evaluate
-from scripts.eval.golden import Case
 from scripts.eval.problems import read
 from tests import golden
+from tests.golden_families import Case
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.constraints import numeric
 from tests.npu.lab.traffic import host_traffic

@@ -15,15 +15,16 @@ from torch import Tensor
 
 from examples.plain_dream.plain_dream import PlainDream
 from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.backend.npu.compiler import PackageCompiler
 from lopa_ascend.config import EngineConfig, GraphParams
 from lopa_ascend.core import Request
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.plain import Attend
 from scripts.eval.demo import decoding, evaluate
-from scripts.eval.golden import Case
 from scripts.eval.problems import read
 from tests import golden
+from tests.golden_families import Case
 from tests.npu.lab import capture, device, engine  # noqa: F401
 from tests.npu.lab.constraints import numeric
 from tests.npu.lab.traffic import Traffic, host_traffic
@@ -105,6 +106,27 @@ def test_branches_that_must_be_confirmed_win_as_on_the_cpu(mode: str, branch_acc
     stats = llm.engine.stats().graphs
     assert stats is not None
     assert (stats.num_steps > 0, stats.eager_steps) == (True, {})
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow  # test_lowering.py has the kernels of a packed step
+def test_packed_steps_give_the_tokens_of_the_cpu(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NPU has full buckets alone, because each takes minutes; but its graphs hold packed steps, too."""
+    monkeypatch.setattr(PackageCompiler, "packs", True)
+    path = write_dream(tmp_path)
+    fields: dict[str, Any] = {"block_size": 8, "max_new_tokens": 24, "tau_conf": 0.5, "ignore_eos": True}
+    params = DecodingParams(**fields, num_branches=3, max_active_blocks=1)
+    with numeric():
+        graphs = options(graph_params=GraphParams(block_size=8), graph_window_blocks=2)
+        llm = LLM(path, dtype="float32", graph_mode=mode, max_model_len=128, **graphs)
+        output = llm.generate([[5, 3, 8, 2, 9]], params, trace=True, quiet=True)[0]
+    on_cpu = LLM(path, dtype="float32").generate([[5, 3, 8, 2, 9]], params, trace=True, quiet=True)[0]
+    assert output.token_ids == on_cpu.token_ids
+    assert [r.winner for r in output.trace or ()] == [r.winner for r in on_cpu.trace or ()]
+    stats = llm.engine.stats().graphs
+    assert stats is not None
+    assert (stats.num_buckets, stats.eager_steps) == (3, {})
+    assert stats.tokens < 4 * 16 * stats.num_steps, "some were packed"
 
 
 @pytest.mark.parametrize(

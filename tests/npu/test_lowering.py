@@ -113,6 +113,15 @@ def test_a_whole_decode_step_copies_no_cache_and_no_weight() -> None:
     assert step.by_type["Transpose"] == 1  # of the products by which branches are compared, B x B integers a sequence
 
 
+def test_a_packed_step_gathers_a_few_numbers_more() -> None:
+    full, packed = (lowered_step(Variant(UNFILLED), 1, BUCKET._replace(rows=rows)) for rows in (None, 6))
+    two_layers = lowered_step(Variant(UNFILLED), 2, BUCKET._replace(rows=6))
+    more = two_layers.kernels - packed.kernels
+    assert more == LAYER + Counter(GatherV2=2), "keys and values are taken from the tokens of a block-row"
+    assert packed.num_kernels - full.num_kernels <= 2 + 42, packed.kernels - full.kernels
+    assert set(packed.by_type) - set(full.by_type) <= {"Cumsum", "Minimum", "Mul"}
+
+
 def test_branch_parallel_ranks_meet_in_one_gather() -> None:
     step = lowered_step(Variant(UNFILLED), 1, BUCKET._replace(slots=1), bp_size=4)
     collectives = {kind: number for kind, number in step.by_type.items() if kind.startswith("Hcom")}

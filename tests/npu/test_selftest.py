@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_npu import npu
 
 from scripts.bench.plan.devices import load_device
-from scripts.selftest import expert_cases, findings, int8_cases, parts, speed, step_cases, updates
+from scripts.selftest import cases, findings, op_cases, parts, speed, step_cases, updates
 from scripts.selftest.__main__ import main
 from scripts.selftest.findings import Finding, eager_ops, examine_cases, merged, slowest
 from tests.npu.lab import attention, capture
@@ -41,16 +41,12 @@ def price_of_an_entry(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]
     return prices
 
 
-ALL_PRODUCTS = int8_cases.PRODUCTS
-
-
 @pytest.fixture(autouse=True)
 def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One int8 product without bias and narrow experts, since larger ones take seconds here, a large pool of few pages,
+    """Int8 products of few outputs and narrow experts, since larger ones take seconds here, a large pool of few pages,
     and attention of one block in place of many."""
-    name = "o of a rank of four"
-    monkeypatch.setattr(int8_cases, "PRODUCTS", {name: ALL_PRODUCTS[name]})
-    monkeypatch.setattr(expert_cases, "HIDDEN", 64)
+    monkeypatch.setattr(op_cases, "MAX_OUTPUTS", 512)
+    monkeypatch.setattr(op_cases, "EXPERT_HIDDEN", 64)
     monkeypatch.setattr(step_cases, "LARGE", 2**23)
     for module in (speed, findings):
         monkeypatch.setattr(module, "MANY", ((1, 1024),))
@@ -80,19 +76,19 @@ def reported(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 
 
 def test_where_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(int8_cases, "PRODUCTS", ALL_PRODUCTS)
+    monkeypatch.setattr(op_cases, "MAX_OUTPUTS", 2 * cases.INTERMEDIATE)
     file = tmp_path / "report.json"
     status, verdicts, last = reported(capsys, "--json", str(file))
     assert last == "options for the server: --device npu --attention-layout TND --graph-mode npugraph_ex"
     assert status == 0
-    assert len(verdicts) == 54
+    assert len(verdicts) == 63
     assert sum(name.startswith("experts: ") for name in verdicts) == 3
-    assert sum(name.startswith("W8A8: ") for name in verdicts) == 11
+    assert sum(name.startswith("W8A8: ") for name in verdicts) == 19
     assert [name for name, verdict in verdicts.items() if verdict != "ok"] == [
         "attention, pool smaller than the entries' pages, at once"
     ]
     names = [name.split(",")[0].split(":")[0] for name in verdicts]
-    assert names[-12:] == ["W8A8"] * 11 + ["attention"], "what may leave the device unusable comes last"
+    assert names[-20:] == ["W8A8"] * 19 + ["attention"], "what may leave the device unusable comes last"
     report = json.loads(file.read_text())
     assert {finding["name"]: finding["verdict"] for finding in report["findings"]} == verdicts
     assert report["stack"]["CANN"] == "9.1.0"
@@ -142,7 +138,8 @@ def refused(*_args: Any, **_options: Any) -> Any:
 def test_without_the_ops_of_w8a8_the_server_runs_unquantised(capsys: pytest.CaptureFixture[str]) -> None:
     with replaced("npu_dequant_swiglu_quant", refused):
         status, verdicts, last = reported(capsys)
-    assert [name for name in verdicts if verdicts[name] == "refused"] == ["W8A8: swiglu_quant of 9472"]
+    of_four = ["W8A8: swiglu_quant of a rank of 4", "W8A8: quant_swiglu of a rank of 4"]
+    assert [name for name in verdicts if verdicts[name] == "refused"] == [*of_four, "W8A8: quant_swiglu"]
     assert last == "options for the server: --device npu --attention-layout TND --graph-mode npugraph_ex"
     assert status == 0
 
@@ -153,8 +150,9 @@ def test_without_the_ops_of_w8a8_the_server_runs_unquantised(capsys: pytest.Capt
 def test_an_op_without_which_nothing_runs(capsys: pytest.CaptureFixture[str], kernel: Any, verdict: str) -> None:
     with replaced("npu_swiglu", kernel):
         status, verdicts, last = reported(capsys)
+    experts = {f"experts: {tokens} tokens" for tokens in op_cases.EXPERT_TOKENS}
     # SwiGLU of a single rank is quantised by a kernel of its own after it.
-    with_swiglu = {"swiglu", "W8A8: swiglu_quant of 37888", *(f"experts: {rows} tokens" for rows in expert_cases.ROWS)}
+    with_swiglu = {"swiglu", "W8A8: swiglu_quant", *experts}
     assert {name for name in verdicts if verdicts[name] == verdict} == with_swiglu
     assert last.startswith("options for the server: none")
     assert status == 1

@@ -20,7 +20,7 @@ from lopa_ascend.checkpoint import CheckpointError, Shard
 from lopa_ascend.checkpoint.streams import quantize_int4
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.engine.models import open_model
-from scripts.eval.paper_run import number_format
+from scripts.eval.described import number_format
 from tests.dream_checkpoint import load, open_checkpoint, write_int8
 from tests.tiny import write_dream
 from tests.torch.paging import randn

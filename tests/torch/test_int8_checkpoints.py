@@ -18,7 +18,7 @@ from lopa_ascend import LLM
 from lopa_ascend.checkpoint import CheckpointError, Shard, write
 from lopa_ascend.config import EngineConfig, ParameterError
 from scripts.bench.plan.models import load_model
-from scripts.eval.paper_run import number_format
+from scripts.eval.described import number_format
 from scripts.launch.arguments import Launch
 from scripts.launch.model import check_model
 from tests.dream_checkpoint import load, open_checkpoint, write_int8

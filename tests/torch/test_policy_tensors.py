@@ -6,8 +6,10 @@ More examples: LOPA_POLICY_EXAMPLES=20000 pytest tests/torch/test_policy_tensors
 from __future__ import annotations
 
 import os
+import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +25,10 @@ from lopa_ascend.graph import inputs, policy, support, tensors
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView
 from lopa_ascend.graph.policy import Predicted
+from lopa_ascend.graph.window import block_rows, next_window, num_blocks
 from lopa_ascend.types import DREAM, ModelProperties
 from tests.tiers import examples
-from tests.torch.policy_driver import LENGTH, MASK, Batch, Given, constants_of
+from tests.torch.policy_driver import LENGTH, MASK, Batch, Given, Sequence, answer, constants_of
 
 EXAMPLES = int(os.environ.get("LOPA_POLICY_EXAMPLES", examples(200)))
 
@@ -64,6 +67,40 @@ def test_every_step_is_what_decode_makes_of_it(
         batch = [({**request, "tau_add": request["tau_add"] or 0.01}, *rest) for request, *rest in batch]
     for _ in Batch(batch, seed, late, size, branch_acceptance, properties).run():
         pass
+
+
+@settings(max_examples=EXAMPLES)
+@given(
+    request=requests,
+    prompt=st.integers(1, 300),
+    seed=st.integers(0, 10**9),
+    branch_acceptance=st.sampled_from(["published", "verified", "exact"]),
+    properties=st.sampled_from(PROPERTIES),
+)
+def test_no_more_slots_compute_a_block_than_the_host_foresees(
+    request: dict, prompt: int, seed: int, branch_acceptance: str, properties: ModelProperties
+) -> None:
+    """A step before, while it does not know the winner."""
+    rng = random.Random(seed)
+    if branch_acceptance == "exact":
+        request = {**request, "tau_add": request["tau_add"] or 0.01}
+    request = {**request, "branch_acceptance": branch_acceptance}
+    strategy = Sequence(rng, properties, request, prompt, 0).strategy
+    sizes = {"slots": 1 + strategy.params.lookaheads, "num_groups": 1}
+    foreseen = None
+    while (plan := strategy.plan()) is not None:
+        running: Any = SimpleNamespace(strategy=strategy, next_pass=plan)
+        window = next_window(running, in_flight=False)
+        needed = block_rows(running, window, in_flight=False, **sizes)
+        own_blocks = [num_blocks(strategy, row.compute_from) for row in plan.rows[:-1]]
+        assert sum(needed) == len(window) + sum(window.stop - block for block in own_blocks)
+        if foreseen is not None:
+            assert window.start == foreseen[0].start
+            assert len(needed) <= len(foreseen[1])
+            assert all(count <= most for count, most in zip(needed, foreseen[1], strict=False))
+        ahead = next_window(running, in_flight=True)
+        foreseen = ahead, block_rows(running, ahead, in_flight=True, **sizes)
+        strategy.absorb(plan, [answer(rng, len(row.masked)) for row in plan.rows], 0, 0)
 
 
 def test_no_exact_branch_wins_that_has_opened_fewer_blocks_than_the_anchor() -> None:

@@ -82,7 +82,7 @@ def test_a_share_of_the_device_is_what_weights_and_pages_may_take(monkeypatch: p
         ranks = {} if share is None else {"gpu_memory_utilization": share}
         return num_pages(monkeypatch, 40 * GIB, page_bytes, slots=4, ranks=ranks)
 
-    reserved = 8192 * VOCABULARY * 10 + 64 * page_bytes
+    reserved = 8192 * VOCABULARY * 10 + 64 * page_bytes + 2 * 8192 * (3 * INNER + 4 * HIDDEN) * 2
     assert pages(0.6) == (int(64 * GIB * 0.6) - 15 * GIB - reserved) * 4 // 5 // page_bytes
     assert pages(1.0) == pages(0.9) == pages(None), "the other program keeps what it has"
     with pytest.raises(ParameterError, match=r"gpu_memory_utilization: a share of 0\.4 leaves no KV page beside the"):

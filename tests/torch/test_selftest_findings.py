@@ -19,7 +19,8 @@ from scripts.selftest import findings as module
 from scripts.selftest.__main__ import main
 from scripts.selftest.cases import CAPTURED, CPU, Case
 from scripts.selftest.exchanges import EXCHANGES, exchanges_case
-from scripts.selftest.findings import Finding, examine, examine_cases, merged, options, shortened, slowest
+from scripts.selftest.findings import Finding, examine, examine_cases, merged, options, slowest
+from scripts.selftest.hour import shortened
 from scripts.selftest.layer_cases import random_layer_inputs
 from scripts.selftest.speed import FEW, MANY, TIMED_LAYOUTS, speed_name
 

@@ -78,6 +78,27 @@ def test_windows_that_are_smaller_than_asked_for_are_logged(caplog: pytest.LogCa
     assert "windows of at most 4 blocks, and not of 8" in caplog.text
 
 
+def test_packed_buckets_stand_beside_full_ones_and_are_chosen_where_they_hold_the_block_rows() -> None:
+    full = Bucket(4, 4, 300, 4, 4, 32, 4)
+    declared = declare(full, 10**9, packs=True)
+    alone = [(b.blocks, b.rows, b.tokens) for b in declared.declared if b.sequences == 1]
+    assert alone == [(2, 4, 128), (2, 6, 192), (2, None, 256), (4, 12, 384), (4, None, 512)]
+    assert {b for b in declared.declared if b.rows is None} == set(declare(full, 10**9).declared)
+    for rows, expected in ((1, 4), (4, 4), (5, 6), (7, None), (8, None), (None, None)):
+        chosen = declared.choose(1, 2, 300, rows)
+        assert chosen is not None
+        assert (chosen.blocks, chosen.rows) == (2, expected)
+    wide = declared.choose(1, 3, 300, 7)
+    assert wide is not None
+    assert (wide.blocks, wide.rows) == (4, 12)
+    assert wide.shape("tokens writes tables all_entries") == (12 * 32, 16 * 32, 4, 12)
+    # One block-row of a single slot, which is what it has of an open block; and none where all queries see the same.
+    one = declare(full._replace(branches=1, slots=1), 10**9, packs=True).choose(1, 2, 300, 1)
+    assert one is not None
+    assert one.rows == 1
+    assert all(b.rows is None for b in declare(full._replace(full_attention=True), 10**9, packs=True).declared)
+
+
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 310), st.sampled_from([512, 2048, 10**9]))
 def test_the_cheapest_that_holds_a_step_is_chosen(sequences: int, blocks: int, pages: int, max_tokens: int) -> None:
     all_ = buckets(max_tokens=max_tokens)

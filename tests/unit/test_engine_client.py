@@ -27,11 +27,11 @@ from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.endpoint import Endpoint, ServedModel
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import Intake, read_body
-from lopa_ascend.serve.info import see_a_step
 from lopa_ascend.serve.link import client as linked
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.messages import Profiled, Ready, Stepped, encode_message
 from lopa_ascend.serve.link.spawn import EngineProcess
+from lopa_ascend.serve.observe.info import see_a_step
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.types import TokenRun, Update
 from tests.tiny import tiny_tokenizer
@@ -164,7 +164,7 @@ def test_a_request_that_waits_keeps_no_fields_without_effect(monkeypatch: pytest
 
     def read(model: type[CompletionRequest], raw: bytes) -> CompletionRequest:
         asked = read_body(model, raw)
-        assert asked.model_dump()["user"] == "u" * 1000
+        assert "user" not in asked.model_dump()
         parsed.append(weakref.ref(asked))
         return asked
 

@@ -11,7 +11,7 @@ import pytest
 from lopa_ascend.demo import HANDWRITTEN, HELD_OUT, INDEPENDENT
 from scripts.eval import demo
 from scripts.eval.__main__ import SUBCOMMANDS, main
-from scripts.eval.problems import SETS, parse_result, read, read_set
+from scripts.eval.problems import SETS, parse_result, read
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,20 +45,20 @@ def test_an_unknown_subcommand_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "invalid choice: 'evaluate'" in capsys.readouterr().err
 
 
-def test_each_file_of_problems_is_read_with_results_and_kinds() -> None:
+def test_each_file_of_problems_is_read_with_results() -> None:
     for path, count in ((HELD_OUT, 500), (HANDWRITTEN, 200), (INDEPENDENT, 150)):
-        questions = read_set(path, 1000)
-        assert len(questions) == count
-        assert all(question.result is not None and question.kind for question in questions)
+        problems = read(1000, path)
+        assert len(problems) == count
+        assert all(question and isinstance(result, int) for question, result in problems)
     assert list(SETS.values()) == [HELD_OUT, HANDWRITTEN, INDEPENDENT]
-    assert read(2) == [(question.text, question.result) for question in read_set(HELD_OUT)[:2]]
+    assert read(2) == read()[:2]
 
 
 def test_a_problem_without_a_result_is_named(tmp_path: Path) -> None:
     path = tmp_path / "problems.jsonl"
-    path.write_text('{"question": "1 + 1?", "answer": "two", "kind": "add"}\n')
+    path.write_text('{"question": "1 + 1?", "answer": "two"}\n')
     with pytest.raises(ValueError, match=r"the answer to '1 \+ 1\?' has no number after ####"):
-        read_set(path)
+        read(path=path)
 
 
 def test_parse_result() -> None:

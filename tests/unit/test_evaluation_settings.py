@@ -1,6 +1,5 @@
 """What evaluations and benchmarks run with where nothing is said, what they refuse, and what they record of it."""
 
-import hashlib
 import json
 import subprocess
 from datetime import datetime
@@ -10,50 +9,14 @@ from typing import Any
 
 import pytest
 
-from lopa_ascend.config import EngineConfig
-from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
-from lopa_ascend.text.tokenizer_files import load_tokenizer
+from lopa_ascend.checkpoint import CheckpointError
+from lopa_ascend.config import DecodingParams, EngineConfig
 from scripts.bench import machine
 from scripts.eval import described
 from scripts.eval import tasks as tasks_command
 from scripts.eval.command import Loader
-from scripts.eval.files import DATA, TaskFileError, read_examples
-from scripts.eval.sweep import Way
-from scripts.eval.task_kinds import TASKS
-
-PROBLEM = {"question": "1 + 1?", "answer": "#### 2"}
-
-
-def task_file(folder: Path, name: str = "gsm8k.jsonl", count: int = 1) -> Path:
-    path = folder / name
-    path.write_text(f"{json.dumps(PROBLEM)}\n" * count)
-    return path
-
-
-# ---- examples --------------------------------------------------------------------------------------------------------
-
-
-def test_generated_examples_do_not_stand_before_foreign_problems(tmp_path: Path):
-    with pytest.raises(TaskFileError) as refusal:
-        read_examples(TASKS["gsm8k"], tmp_path, 4)
-    assert str(refusal.value).startswith(
-        f"{tmp_path / 'gsm8k.examples.jsonl'}: is missing, and this project's examples"
-    )
-    assert read_examples(TASKS["gsm8k"], tmp_path, 0) == []
-    assert len(read_examples(TASKS["gsm8k"], DATA, 4)) == len(read_examples(TASKS["gsm8k"], None, 4)) == 4
-    assert len(read_examples(TASKS["mbpp"], tmp_path, 3)) == 3, "these are the usual ones"
-    task_file(tmp_path, "gsm8k.examples.jsonl", 4)
-    assert read_examples(TASKS["gsm8k"], tmp_path, 4) == [PROBLEM] * 4
-
-
-def test_commands_refuse_generated_examples_before_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    task_file(tmp_path)
-    with pytest.raises(SystemExit):
-        tasks_command.main(["gsm8k", "--data", str(tmp_path), "--preset", "S13", "--model", str(tmp_path / "absent")])
-    assert "gsm8k.examples.jsonl: is missing" in capsys.readouterr().err
-
-
-# ---- what is recorded ------------------------------------------------------------------------------------------------
+from scripts.eval.lm_tasks import Evaluation, Point
+from scripts.eval.metrics import AnswerCounts
 
 
 def run_evaluate(
@@ -65,21 +28,15 @@ def run_evaluate(
 
     def load(_: Loader, engine: dict[str, Any]) -> SimpleNamespace:
         engines.append(engine)
-        config = EngineConfig(**engine)
-        return SimpleNamespace(
-            tokenizer=load_tokenizer(DEMO_MODEL, 2048), engine=SimpleNamespace(config=config, dtype=config.dtype)
-        )
+        return SimpleNamespace(engine=SimpleNamespace(config=EngineConfig(**engine)))
 
-    def nothing(run: tasks_command.Run, _: object, way: Way) -> tuple[dict[str, Any], dict[str, Any]]:
-        branches = way.params.lookaheads
-        score = 0.5 if branches else 1.0
-        metrics = ("strict_match,none", "flexible_extract,none", "exact,none")
-        found = {f"lopa_{name}": dict.fromkeys(metrics, score) for name in ("gsm8k", "problems")}
-        answers = [SimpleNamespace(visible_tokens=8 * (1 + branches), opened_tokens=64, num_forwards=8)] * 2
-        return {"results": found, "samples": {}}, dict.fromkeys(found, answers)
+    def point(work: Evaluation, _: object, params: DecodingParams, *, has_own_length: bool) -> Point:
+        scores = {name: {"exact_match,none": 0.5 if params.lookaheads else 1.0} for name in work.tasks}
+        return Point(scores, {name: [AnswerCounts(8 * (1 + params.lookaheads), 64, 8)] * 2 for name in work.tasks}, {})
 
-    monkeypatch.setattr(tasks_command, "_check_installed", lambda: None)
-    monkeypatch.setattr(tasks_command.Run, "evaluated", nothing)
+    monkeypatch.setattr(tasks_command, "check_installed", lambda: None)
+    monkeypatch.setattr(tasks_command, "load_tasks", lambda examples, *_, **__: examples)
+    monkeypatch.setattr(Evaluation, "point", point)
     monkeypatch.setattr(Loader, "load", load)
     tasks_command.main([*arguments, "--out", str(out)])
     return engines, json.loads(out.read_text())
@@ -92,25 +49,35 @@ def test_the_result_file_says_what_was_run(monkeypatch: pytest.MonkeyPatch, tmp_
     assert (settings["preset"], settings["prompt"]["name"], settings["limit"]) == ("S13", "dream-base", 2)
     assert point["decoding"]["tau_conf"] == 0.5
     assert point["decoding"]["max_new_tokens"] == 512
-    assert settings["tasks"]["gsm8k"]["examples"]["count"] == 3
+    assert settings["examples"] == {"gsm8k": 3}
     assert settings["engine"]["dtype"] == "bfloat16"
-    assert settings["engine"]["max_num_seqs"] == engine["max_num_seqs"] == settings["batch_size"]
+    assert settings["engine"]["max_num_seqs"] == engine["max_num_seqs"] == 8
     assert settings["engine"]["seed"] == engine["seed"] == 0
     assert settings["cut"] is False
+    assert content["given"]["preset"] == "S13"
     assert content["aup"] == {}
 
 
-def test_the_run_record_names_revisions_device_and_concurrency(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    _, content = run_evaluate(monkeypatch, tmp_path / "out.json", "problems", "--limit", "1", "--batch-size", "3")
-    record, tokenizer = content["run"], load_tokenizer(DEMO_MODEL, 2048)
-    assert record["tokenizer_sha256"] == hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
-    assert record["chat_template_sha256"] == hashlib.sha256((tokenizer.chat_template or "").encode()).hexdigest()
+def test_the_run_record_names_device_number_format_and_concurrency(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    arguments = "problems --limit 1 --batch-size 3 --quantization w8a8".split()
+    _, content = run_evaluate(monkeypatch, tmp_path / "out.json", *arguments)
+    record = content["run"]
     assert datetime.fromisoformat(record["date"]).utcoffset() is not None
-    named = {name: record[name] for name in ("device", "device_name", "ranks", "concurrency", "warmup_answers")}
-    assert named == {"device": "cpu", "device_name": None, "ranks": 1, "concurrency": 3, "warmup_answers": 0}
+    named = {name: record[name] for name in ("device", "device_name", "number_format", "ranks", "concurrency")}
+    assert named == {"device": "cpu", "device_name": None, "number_format": "w8a8", "ranks": 1, "concurrency": 3}
     assert record["threads"] >= 1
     assert content["machine"]["processor"]
-    assert content["settings"]["tasks"]["problems"]["sha256"] == hashlib.sha256(HELD_OUT.read_bytes()).hexdigest()
+
+
+def test_a_preset_brings_its_tasks_with_their_examples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for arguments, examples in (
+        ("--preset d2f-gsm8k", {"gsm8k_cot": 8}),
+        ("--preset dream-humaneval", {"dream_humaneval": 0}),
+        ("arc_easy", {"arc_easy": None}),
+        ("arc_easy --examples 3", {"arc_easy": 3}),
+    ):
+        _, content = run_evaluate(monkeypatch, tmp_path / "out.json", *arguments.split())
+        assert content["settings"]["examples"] == examples
 
 
 def test_a_commit_with_changes_is_said_to_have_them(tmp_path: Path):
@@ -133,8 +100,7 @@ def test_a_commit_with_changes_is_said_to_have_them(tmp_path: Path):
 def test_a_sweep_has_a_curve_for_each_number_of_branches_from_one_token_a_pass_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    plot = tmp_path / "plot.svg"
-    arguments = f"problems --tau-conf 0.9 0.5 --num-branches 0 3 --limit 2 --plot {plot}".split()
+    arguments = "problems --tau-conf 0.9 0.5 --num-branches 0 3 --limit 2".split()
     _, content = run_evaluate(monkeypatch, tmp_path / "out.json", *arguments)
     first, *others = content["points"]
     taus = {name: value for name, value in first["decoding"].items() if name.startswith("tau_")}
@@ -146,14 +112,17 @@ def test_a_sweep_has_a_curve_for_each_number_of_branches_from_one_token_a_pass_o
         "num_branches 3, tau_conf 0.9",
         "num_branches 3, tau_conf 0.5",
     ]
-    assert others[-1]["tpf"]["problems"] == {"answers": 2, "summed_tpf": 4.0, "lopa_tpf": 128 / 18}
+    numbers = others[-1]["numbers"]["problems"]
+    assert (numbers["answers"], numbers["summed_tpf"], numbers["lopa_tpf"]) == (2, 4.0, 128 / 18)
     methods = content["aup"]["problems"]["methods"]
     assert methods["bundled: lopa, blocks of 16, k = 0"]["points"] == [[1.0, 100.0]] * 3
     assert methods["bundled: lopa, blocks of 16, k = 3"]["dropped"] == [[4.0, 50.0]] * 2
     shown = capsys.readouterr().out
-    assert "num_branches 3, tau_conf 0.5: problems: exact 50.0; summed TPF 4.00, LoPA's TPF 7.11 (2 problems" in shown
+    assert (
+        "num_branches 3, tau_conf 0.5: problems: exact_match,none 50.0; summed TPF 4.00, LoPA's TPF 7.11 (2 ans"
+        in shown
+    )
     assert "| bundled: lopa, blocks of 16, k = 3 | 1.00, 100.0 | 4.00, 50.0; 4.00, 50.0 | 100.0 |" in shown
-    assert plot.read_text().startswith("<svg")
 
 
 def test_ours_stands_beside_published_rows_of_the_same_task(
@@ -189,7 +158,7 @@ def test_a_given_seed_goes_before_the_default_one(monkeypatch: pytest.MonkeyPatc
     assert content["settings"]["preset"] is None
 
 
-def test_samples_of_other_prompt_formats_or_scores_are_of_another_benchmark(monkeypatch: pytest.MonkeyPatch):
+def test_figures_of_other_prompt_formats_or_scores_are_of_other_sources(monkeypatch: pytest.MonkeyPatch):
     read: list[Path] = []
 
     def read_bytes(path: Path) -> bytes:
@@ -198,7 +167,7 @@ def test_samples_of_other_prompt_formats_or_scores_are_of_another_benchmark(monk
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     machine.sources_digest.__wrapped__()
-    assert {"presets.json", "problems.py"} <= {path.name for path in read}
+    assert {"presets.json", "problems.py", "functions.py"} <= {path.name for path in read}
 
 
 def test_a_model_with_another_tokenizer_has_another_digest(tmp_path: Path):
@@ -214,3 +183,16 @@ def test_a_directory_of_the_hubs_cache_has_its_commit(tmp_path: Path):
     folder.mkdir(parents=True)
     assert described.describe_model(str(folder), None)["model_revision"] == "0123abcd"
     assert "model_revision" not in described.describe_model(str(tmp_path), None)
+
+
+def test_a_digest_covers_all_parts_of_large_weights(tmp_path: Path):
+    digests, weights = [], tmp_path / "model.safetensors"
+    for place in (None, 0, 33 * 2**20, 64 * 2**20 - 1):
+        content = bytearray(64 * 2**20)
+        if place is not None:
+            content[place] = 1
+        weights.write_bytes(content)
+        digests.append(described.describe_model(str(tmp_path), None)["model_digest"])
+    assert len(set(digests)) == 4
+    with pytest.raises(CheckpointError, match="nothing: expected a directory in the Hugging Face layout"):
+        described.describe_model(str(tmp_path / "nothing"), None)

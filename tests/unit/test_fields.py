@@ -17,7 +17,7 @@ from lopa_ascend.serve.api.responses import ResponseRequest
 from lopa_ascend.serve.diffusion import DiffusionChatRequest, DiffusionCompletionRequest
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import Body, _note_ignored, read_body
-from lopa_ascend.serve.info import AbortRequest
+from lopa_ascend.serve.observe.info import AbortRequest
 from lopa_ascend.serve.tokens import DetokenizeRequest, TokenizeRequest
 
 Path = tuple[str | int, ...]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from lopa_ascend.backend.cuda.health import gauges
-from lopa_ascend.serve.dies import Dies
-from lopa_ascend.serve.metrics import metrics_text
+from lopa_ascend.serve.observe.dies import Dies
+from lopa_ascend.serve.observe.metrics import metrics_text
 
 PRINTED = "0, 1024, 143771, 37, 41, 0\n1, 0, 24564, [N/A], 33, [N/A]\n"
 """An H200, and a GPU that has no ECC and does not tell how busy it is."""

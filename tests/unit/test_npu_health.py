@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from lopa_ascend.backend.npu.health import Die, gauges, parse_link, parse_memory, parse_table, read_dies
-from lopa_ascend.serve.dies import Dies
-from lopa_ascend.serve.metrics import metrics_text
+from lopa_ascend.serve.observe.dies import Dies
+from lopa_ascend.serve.observe.metrics import metrics_text
 from scripts.launch.arguments import Launch
 from scripts.launch.npu import check_health
 

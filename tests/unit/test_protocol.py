@@ -22,7 +22,7 @@ from lopa_ascend.serve.api.responses import ResponseRequest
 from lopa_ascend.serve.diffusion import DiffusionCompletionRequest
 from lopa_ascend.serve.http.api_error import MAX_TEXT, ApiError
 from lopa_ascend.serve.http.body import read_body
-from lopa_ascend.serve.info import AbortRequest
+from lopa_ascend.serve.observe.info import AbortRequest
 from lopa_ascend.serve.tokens import TokenizeRequest
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.types import ModelProperties

@@ -20,13 +20,13 @@ from lopa_ascend.process.thread_turns import aside
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.endpoint import Frames
-from lopa_ascend.serve.greeting import _blocks_line, _graphs_line, _recommended_lines, _sampling_line
 from lopa_ascend.serve.http import body
 from lopa_ascend.serve.http.access import Access, allow_origins, hosts_of
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import THREADS, Intake
 from lopa_ascend.serve.link.generation import MAX_UNREAD, Generation
-from lopa_ascend.serve.metrics import Timeline, summary
+from lopa_ascend.serve.observe.greeting import _blocks_line, _graphs_line, _recommended_lines, _sampling_line
+from lopa_ascend.serve.observe.metrics import Timeline, summary
 from lopa_ascend.serve.server import bind, listen
 from lopa_ascend.types import GenerationOutput, Progress, TokenRun, Update
 

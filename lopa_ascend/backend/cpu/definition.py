@@ -34,7 +34,7 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> 
         key, value = (x.repeat_interleave(group, dim=1) for x in visible)  # [keys, H, D]
         scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(dim)
         if is_causal:
-            behind = torch.ones(scores.shape[1:], dtype=torch.bool).triu(kv_length - len(query) + 1)
+            behind = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(kv_length - len(query) + 1)
             scores = scores.masked_fill(behind, -math.inf)
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
     return torch.cat(outputs).flatten(1).to(q.dtype)

@@ -119,7 +119,7 @@ class CudaGraphs(Compiler):
         capture: of this process's GPU.
     """
 
-    mode, rehearses = "cuda_graphs", True
+    mode, rehearses, packs = "cuda_graphs", True, True
 
     def __init__(self, capture: Capture) -> None:
         super().__init__()

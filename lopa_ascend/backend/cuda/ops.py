@@ -266,7 +266,7 @@ class CudaOps:
         tokens, heads, dim = qkv.shape
         kv_heads = k_cache.shape[2]
         out = qkv.new_empty(tokens, heads - 2 * kv_heads, dim)
-        block = min(ROTATED_HEADS, triton.next_power_of_2(kv_heads))
+        block = min(ROTATED_HEADS, triton.next_power_of_2(heads - 2 * kv_heads))
         blocks = triton.cdiv(heads - 2 * kv_heads, block) + 2 * triton.cdiv(kv_heads, block)
         q_weight, k_weight = norms or (None, None)
         kernels.rope_and_write[(max(tokens, len(slot_mapping)), blocks)](

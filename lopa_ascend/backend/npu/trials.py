@@ -18,12 +18,14 @@ from lopa_ascend.backend.interface import Experts, Ops
 from lopa_ascend.backend.npu.gate import TOLERANCE, WrongKernelError, error_share, this_die, wait_for_replay
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.config import ExpertsConfig
-from lopa_ascend.kv.pages import PAGE_SIZE
+from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 
-ROWS = 32
-"""Tokens of a trial."""
 MAX_INNER, MAX_OUTPUTS = 256, 4096
-"""Largest widths of an expert and of an int8 product that are tried: larger ones would take seconds."""
+"""Largest widths of an expert and of an int8 product that a start tries: larger ones would take seconds."""
+SPARE_ROWS = 32
+"""Drawn at a time beside twice as many rows as are needed."""
+NORM_ROPE = "norm_rope"
+"""The trial that only models with normed queries need."""
 DIFFERENT = 8
 """Experts with weights of their own; the others have multiples of these."""
 GAP = 0.004
@@ -47,6 +49,10 @@ class LayerShape:
     dtype: torch.dtype
     experts: ExpertsConfig | None
     has_int8: bool
+    rows: int = 32
+    """Tokens of a trial."""
+    max_outputs: int = MAX_OUTPUTS
+    """Of an int8 product."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +101,11 @@ def trials(ops: NpuOps, shape: LayerShape) -> Iterator[Trial]:
     random = Random(shape.dtype)
     yield from _dense(ops, shape, random)
     if shape.experts is not None:
-        for tokens in (1, ROWS):
+        for tokens in (1, shape.rows):
             for is_int8 in (False, True)[: 1 + shape.has_int8]:
                 yield experts_trial(ops, random, shape.experts, shape.hidden, tokens, is_int8=is_int8)
     if shape.has_int8:
-        yield from _int8(ops, shape, random)
+        yield from int8_trials(ops, shape, random)
 
 
 class Random:
@@ -120,7 +126,7 @@ class Random:
 
 def _dense(ops: NpuOps, shape: LayerShape, random: Random) -> Iterator[Trial]:
     s, device = shape, ops.device
-    x, residual, weight = random.normal(ROWS, s.hidden), random.normal(ROWS, s.hidden), random.normal(s.hidden)
+    x, residual, weight = random.normal(s.rows, s.hidden), random.normal(s.rows, s.hidden), random.normal(s.hidden)
     given = x.to(device), residual.to(device), weight.to(device)
 
     def added() -> Results:  # the op may overwrite what it is given
@@ -134,42 +140,68 @@ def _dense(ops: NpuOps, shape: LayerShape, random: Random) -> Iterator[Trial]:
     bias = random.normal(len(qkv))
     stored, on_device = ops.stored(qkv.to(device)), bias.to(device)
     yield Trial("linear", lambda: ops.linear(given[0], stored, on_device), lambda: definition.linear(x, qkv, bias))
-    gate_up = random.normal(ROWS, 2 * s.inner)
-    yield Trial("swiglu", lambda: ops.swiglu(gate_up.to(device)), lambda: definition.swiglu(gate_up))
+    yield Trial("linear without bias", lambda: ops.linear(given[0], stored), lambda: definition.linear(x, qkv))
+    gate_up = random.normal(s.rows, 2 * s.inner)
+    yield Trial("swiglu", partial(ops.swiglu, gate_up.to(device)), lambda: definition.swiglu(gate_up))
     yield from _rotations(ops, s, random)
-    caches = random.normal(2, 2, PAGE_SIZE, s.kv_heads, s.head_dim)
-    new, slots = random.normal(2, ROWS, s.kv_heads, s.head_dim), random.order(2 * PAGE_SIZE)[:ROWS].int()
+    yield from _writes(ops, s, random)
 
-    def written(write: Callable[..., None], device: torch.device) -> Tensor:
+
+def _writes(ops: NpuOps, s: LayerShape, random: Random) -> Iterator[Trial]:
+    """Each token to a position of its own, and each to two."""
+    pages = pages_for(2 * s.rows)
+    caches = random.normal(2, pages, PAGE_SIZE, s.kv_heads, s.head_dim)
+    new, slots = random.normal(2, s.rows, s.kv_heads, s.head_dim), random.order(pages * PAGE_SIZE).int()
+    twice = random.order(2 * s.rows) // 2
+
+    def written(write: Callable[..., None], device: torch.device, count: int, source: Tensor | None) -> Tensor:
         k_cache, v_cache = into = caches.to(device, copy=True)
         k, v = new.to(device)
-        write(k, v, k_cache, v_cache, slots.to(device))
+        write(k, v, k_cache, v_cache, slots[:count].to(device), source if source is None else source.to(device))
         return into
 
-    cpu = torch.device("cpu")
-    yield Trial("kv_write", lambda: written(ops.kv_write, device), lambda: written(definition.kv_write, cpu))
+    for name, count, source in (("kv_write", s.rows, None), ("kv_write, each token twice", 2 * s.rows, twice)):
+        yield Trial(
+            name,
+            partial(written, ops.kv_write, ops.device, count, source),
+            partial(written, definition.kv_write, torch.device("cpu"), count, source),
+        )
 
 
 def _rotations(ops: NpuOps, shape: LayerShape, random: Random) -> Iterator[Trial]:
     s, device, dim = shape, ops.device, shape.rotary_dim
-    angles = torch.outer(torch.arange(ROWS) * 17.0, 1e6 ** -(torch.arange(0, dim, 2) / dim))
+    angles = torch.outer(torch.arange(s.rows) * 17.0, 1e6 ** -(torch.arange(0, dim, 2) / dim))
     cos, sin = angles.cos().to(s.dtype), angles.sin().to(s.dtype)
     tables = ops.rope_tables(angles.cos().to(device), angles.sin().to(device), s.dtype)
-    q, k = random.normal(ROWS, s.heads, dim), random.normal(ROWS, s.kv_heads, dim)
-    halves = cos[:, None], sin[:, None]
-    yield Trial("rope", lambda: ops.rope(q.to(device), *tables), lambda: definition.rope(q, *halves))
+    qkv, halves = random.normal(s.rows, s.heads + 2 * s.kv_heads, dim), (cos[:, None], sin[:, None])
+    whole = qkv.to(device)
+    q, k, _ = qkv.split([s.heads, s.kv_heads, s.kv_heads], 1)
+    given = whole.split([s.heads, s.kv_heads, s.kv_heads], 1)
+    yield Trial("rope", partial(ops.rope, q.to(device), *tables), lambda: definition.rope(q, *halves))
+    is_rotated = (torch.arange(qkv.shape[1]) < s.heads + s.kv_heads)[:, None]  # values are rotated by 0
+
+    def by_head(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        there = is_rotated.to(cos.device)
+        return torch.where(there, cos, torch.ones_like(cos)), torch.where(there, sin, torch.zeros_like(sin))
+
+    yield Trial(
+        "rope of q, k and v at once",
+        partial(ops.rope, whole, *by_head(*tables)),
+        lambda: definition.rope(qkv, *by_head(*halves)),
+    )
     q_weight, k_weight = random.normal(dim), random.normal(dim)
     on_device = q_weight.to(device), k_weight.to(device)
     yield Trial(
-        "norm_rope",
-        lambda: ops.norm_rope(q.to(device), k.to(device), *on_device, s.eps, *tables),
+        NORM_ROPE,
+        partial(ops.norm_rope, given[0], given[1], *on_device, s.eps, *tables),
         lambda: definition.norm_rope(q, k, q_weight, k_weight, s.eps, *halves),
     )
 
 
-def _int8(ops: NpuOps, shape: LayerShape, random: Random) -> Iterator[Trial]:
+def int8_trials(ops: NpuOps, shape: LayerShape, random: Random) -> Iterator[Trial]:
+    """The kernels that only W8A8 needs."""
     s, device, remedy = shape, ops.device, "; without W8A8 (quantization) no such kernel is needed"
-    x, residual, weight = random.normal(ROWS, s.hidden), random.normal(ROWS, s.hidden), random.normal(s.hidden)
+    x, residual, weight = random.normal(s.rows, s.hidden), random.normal(s.rows, s.hidden), random.normal(s.hidden)
     given = x.to(device), residual.to(device), weight.to(device)
     made = partial(Trial, remedy=remedy)
     yield made("quantize", lambda: ops.quantize(given[0]), lambda: definition.quantize(x))
@@ -183,38 +215,29 @@ def _int8(ops: NpuOps, shape: LayerShape, random: Random) -> Iterator[Trial]:
         lambda: ops.add_rms_norm_quant(given[0].clone(), given[1].clone(), given[2], s.eps),
         lambda: definition.add_rms_norm_quant(x, residual, weight, s.eps),
     )
-    gate_up = random.normal(ROWS, 2 * s.inner)
-    yield made("swiglu_quant", lambda: ops.swiglu_quant(gate_up.to(device)), lambda: definition.swiglu_quant(gate_up))
+    gate_up = random.normal(s.rows, 2 * s.inner)
+    run = partial(ops.swiglu_quant, gate_up.to(device))
+    yield made("swiglu_quant", run, lambda: definition.swiglu_quant(gate_up))
     queries = s.heads * s.head_dim
     sizes = {"qkv": (queries + 2 * s.kv_heads * s.head_dim, s.hidden), "o": (s.hidden, queries)}
     sizes |= {"gate_up": (2 * s.inner, s.hidden), "down": (s.hidden, s.inner)}
     for name, (num_outputs, num_inputs) in sizes.items():
-        codes, scale = definition.quantize(random.normal(ROWS, num_inputs))
-        weights = random.codes(min(num_outputs, MAX_OUTPUTS), num_inputs)
+        codes, scale = definition.quantize(random.normal(s.rows, num_inputs))
+        weights = random.codes(min(num_outputs, s.max_outputs), num_inputs)
         scales = random.normal(len(weights)).float().abs() / num_inputs
         bias = random.normal(len(weights)) if name == "qkv" else None
-        operands = codes, scale, weights, scales, bias
+        on_device = codes.to(device), scale.to(device), ops.stored(weights.to(device)), scales.to(device)
         yield made(
             f"quant_linear of {name}",
-            partial(_product, ops, operands, s.dtype),
-            partial(definition.quant_linear, *operands, s.dtype),
+            partial(ops.quant_linear, *on_device, bias if bias is None else bias.to(device), s.dtype),
+            partial(definition.quant_linear, codes, scale, weights, scales, bias, s.dtype),
         )
         if name == "gate_up":
-            on_device = codes.to(device), scale.to(device), ops.stored(weights.to(device)), scales.to(device)
             yield made(
                 "quant_swiglu",
                 partial(ops.quant_swiglu, *on_device, s.dtype),
                 partial(definition.quant_swiglu, codes, scale, weights, scales, s.dtype),
             )
-
-
-def _product(ops: NpuOps, operands: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-    codes, scale, weights, scales, bias = (x if x is None else x.to(ops.device) for x in operands)
-    assert codes is not None
-    assert scale is not None
-    assert weights is not None
-    assert scales is not None
-    return ops.quant_linear(codes, scale, ops.stored(weights), scales, bias, dtype)
 
 
 # ---- mixtures of experts -------------------------------------------------------------------------------------------
@@ -270,7 +293,7 @@ def ranked_rows(random: Random, experts: Experts, tokens: int) -> Tensor:
     """Random rows [tokens, hidden] whose experts are no near-ties, and neither are the groups of these."""
     sizes, found, count = experts.sizes, [], 0
     while count < tokens:
-        x = random.normal(2 * tokens + ROWS, experts.router.shape[1])
+        x = random.normal(2 * tokens + SPARE_ROWS, experts.router.shape[1])
         ranking = (x.float() @ experts.router.T).sigmoid() + experts.bias
         is_clear = torch.ones(len(x), dtype=torch.bool)
         if sizes.kept_groups < sizes.num_groups:

@@ -1,8 +1,9 @@
 """The decode policy as tensor functions of fixed shape, for use inside a compiled step.
 
 ``decode/`` is the definition; this does the same for all sequences of a step at once and reads no value on the host. A
-step is ``unpack_state``, ``branch_rows`` (what each branch holds), ``rows_of_group`` (what this rank computes), the
-forward pass, ``advance`` (winner, fills, next branches) and ``pack_state``. ``graph/inputs.py`` is the host's part.
+step is ``unpack_state``, ``branch_rows`` (what each branch holds), ``rows_of_group`` (what this rank computes), in a
+packed bucket ``layout`` (which blocks of that), the forward pass, ``advance`` (winner, fills, next branches) and
+``pack_state``. ``graph/inputs.py`` is the host's part.
 
 A **cell** is the place of a generated position, numbered block * L + offset from the end of the prompt on, in blocks of
 L cells. Blocks may be shorter than L, and a sequence's last block shorter still; cells after the end of their block
@@ -19,6 +20,7 @@ A confidence may be NaN. All indices stay inside their range then, and other seq
 """
 
 from lopa_ascend.graph.policy.advance import Predicted, advance
+from lopa_ascend.graph.policy.packed import Layout, Packing, layout
 from lopa_ascend.graph.policy.rows import (
     Constants,
     Launch,
@@ -34,12 +36,15 @@ from lopa_ascend.graph.policy.rows import (
 __all__ = [
     "Constants",
     "Launch",
+    "Layout",
+    "Packing",
     "Predicted",
     "RequestParams",
     "Rows",
     "State",
     "advance",
     "branch_rows",
+    "layout",
     "pack_state",
     "rows_of_group",
     "unpack_state",

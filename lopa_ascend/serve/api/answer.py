@@ -92,7 +92,7 @@ class AnyCompletion(BaseModel):
 
 
 class AnswerForm(ABC):
-    """What differs between the answers of the two routes."""
+    """How the answers of the two routes differ."""
 
     id_prefix: ClassVar[str]
     whole: ClassVar[str]
@@ -100,55 +100,49 @@ class AnswerForm(ABC):
     chunk: ClassVar[str]
     """``object`` of a chunk."""
     opening: ClassVar[Json | None] = None
-    """The content of a choice's first chunk, before any text; None: there is none."""
+    """A choice's first chunk, before any text; None: there is none."""
     end: ClassVar[Json]
-    """The content of a choice's last chunk, which has the finish reason."""
+    """A choice's last chunk, which has the finish reason."""
 
     @abstractmethod
     def message(self, text: str, calls: Sequence[Json] = (), reasoning: str = "") -> Json:
-        """The text in a choice of a whole answer, its calls of functions, and what the model thought before."""
+        """A whole choice: text, calls of functions, and what the model thought before."""
 
     @abstractmethod
     def delta(self, text: str) -> Json:
         """The text in a choice of a chunk."""
 
     def reasoning_delta(self, text: str) -> Json:
-        """What the model thinks, in a choice of a chunk."""
         raise NotImplementedError("these answers have no reasoning")
 
     def call_delta(self, call: Json) -> Json:
-        """A piece of a call in a choice of a chunk."""
         raise NotImplementedError("these answers have no calls")
 
     @abstractmethod
     def logprobs(self, tokens: Sequence[TokenProb], with_top: bool) -> Json:
-        """Log probabilities of tokens; ``with_top``: with the list of the most probable tokens."""
+        """``with_top``: with the most probable tokens."""
 
 
 @dataclass(frozen=True)
 class Details:
-    """What a request asks its answer to hold."""
-
     n: int = 1
-    """Number of answers to each prompt."""
+    """Answers to each prompt."""
     with_ids: bool = False
     """Token ids beside the text."""
     logprobs: int | None = None
-    """None: no log probabilities; 0: those of the tokens; more: also lists of so many most probable tokens."""
+    """None: no log probabilities; 0: those of the tokens; more: also those of so many most probable tokens."""
     echoed: Sequence[str] = ()
-    """Texts of the prompts, which the answers begin with; empty without echo."""
+    """The prompts, with which the answers begin; empty without echo."""
     tools: Tools = NO_TOOLS
-    """What the answer may call."""
     thinking: Thinking | None = None
     """How the model thinks before it answers, if that is told apart."""
     shows_reasoning: bool = True
-    """What it thinks is in the answer."""
     texts: Sequence[str] = ()
-    """Texts of which each answer is one, if the request asks how probable they are."""
+    """Each answer is one of these, if the request asks how probable they are."""
     include_usage: bool = False
-    """The stream ends with a chunk that has the usage."""
+    """In a last chunk of the stream."""
     continuous_usage: bool = False
-    """Every chunk has the usage up to it."""
+    """In every chunk, up to it."""
 
     @classmethod
     def of(cls, request: GenerationRequest, **fields: Any) -> Details:
@@ -161,12 +155,8 @@ class Details:
 class CompletionWriter(Writer):
     """Writes one answer: whole, or in chunks that each have what is new since the chunk before.
 
-    Args:
-        form: completions or chat completions.
-        model: name of the served model.
-        choices: the choices of the request, ``details.n`` for each prompt, and then what scores ``details.texts``.
-        details: what the answer holds.
-        tokenizer: for log probabilities; None: tokens are shown by their ids.
+    ``choices`` has ``details.n`` for each prompt, and then what scores ``details.texts``. Without a tokenizer log
+    probabilities show tokens by their ids.
     """
 
     def __init__(
@@ -182,14 +172,13 @@ class CompletionWriter(Writer):
         choices = self.choices
         self.id = f"{form.id_prefix}-{uuid.uuid4().hex}"
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
-        """The same in every part."""
         # Each prompt counts once, however many answers it gets.
         self.prompt_tokens = sum(choice.prompt_tokens for choice in choices[:: details.n])
         self._latest = [Progress(TokenRun(), "") for _ in choices]
         self._calls = [Calls(details.tools, details.thinking) for _ in choices]
         self._probs = [self._token_probs() for _ in choices]
         self._num_begun = 0
-        """Choices that have had their first chunk: always those with the lowest indices."""
+        """Choices that have had their first chunk: those with the lowest indices."""
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
         # "choices" is an iterator: choices with log probabilities are large, so each is made when it is encoded.
@@ -198,7 +187,6 @@ class CompletionWriter(Writer):
         return {**self.head, "object": self.form.whole, "choices": choices, **self.totals(outputs)}
 
     def opening(self) -> list[Json]:
-        """Prompts that are echoed."""
         prefixes = [self._prefix(index) for index in range(len(self.choices))]
         return [self._chunk(index, self.form.delta(prefix)) for index, prefix in enumerate(prefixes) if prefix]
 
@@ -239,7 +227,6 @@ class CompletionWriter(Writer):
         return [{**self.head, "object": self.form.chunk, "choices": [], **self.totals(outputs)}]
 
     def totals(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """The usage with details, and the numbers of forward passes."""
         tokens = sum(len(output.tokens) for output in outputs)
         forwards = sum(output.num_forwards for output in outputs)
         cached = sum(output.cached_tokens for output in outputs[:: self.details.n])
@@ -270,8 +257,8 @@ class CompletionWriter(Writer):
     def _openings(self, index: int) -> list[Json]:
         """The first chunks of all choices up to ``index`` that have not begun.
 
-        They come directly before a text, because clients take the time of the first chunk as that of the first token,
-        and in the order of the choices, because OpenAI's client appends each new choice to a list.
+        They come directly before a text, because clients take the first chunk's time for that of the first token; and
+        in the order of the choices, because OpenAI's client appends each new choice to a list.
         """
         new = range(self._num_begun, index + 1)
         self._num_begun = max(self._num_begun, index + 1)
@@ -298,16 +285,8 @@ class CompletionWriter(Writer):
         output: GenerationOutput | None = None,
         finish_reason: str | None = None,
     ) -> Json:
-        """One choice of an answer or of a chunk.
-
-        Args:
-            index: number of the choice.
-            content: its text, as ``form`` writes it.
-            logprobs: the log probabilities of its tokens.
-            token_ids: its tokens, if this part may show them.
-            output: set in the last part, which says how the choice ended.
-            finish_reason: of the last part.
-        """
+        """One choice of an answer or a chunk; ``output`` is set in the last part, ``token_ids`` if the part may show
+        them."""
         choice = {
             "index": index,
             **content,
@@ -320,11 +299,10 @@ class CompletionWriter(Writer):
         return {**choice, "token_ids": list(token_ids or ())} if with_ids else choice
 
     def _prefix(self, index: int) -> str:
-        """The beginning of a choice's text: its prompt with echo, else nothing."""
+        """Its prompt with echo, else nothing."""
         return self.details.echoed[index // self.details.n] if self.details.echoed else ""
 
     def _token_probs(self) -> TokenProbs | None:
-        """What makes the log probabilities of a choice; None if the answer has none."""
         if self.details.logprobs is None:
             return None
         params = self.choices[0].params

@@ -48,7 +48,6 @@ from lopa_ascend.serve.http.encoding import Json
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of the parts of a message."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -79,7 +78,6 @@ Content = Annotated[str | Parts, BeforeValidator(_check_content)]
 
 
 def joined(content: str | list[TextPart]) -> str:
-    """The text of a content."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
@@ -127,7 +125,6 @@ class Message(Body):
         schema["if"] = {"properties": {"role": {"enum": ["assistant", "tool"]}}}
 
     def as_template_input(self) -> Json:
-        """The message as the chat template takes it."""
         message: Json = {"role": "system" if self.role == "developer" else self.role, "content": joined(self.content)}
         if self.tool_calls:
             message["tool_calls"] = [call.as_template_input() for call in self.tool_calls]
@@ -187,7 +184,6 @@ class ChatRequest(GenerationRequest):
 
     @property
     def callable(self) -> Tools:
-        """The functions that the answer may call."""
         return chat_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     def plan(self, planner: Planner) -> list[Request]:
@@ -270,8 +266,6 @@ class ChatCompletion(AnyCompletion):
 
 
 class ChatForm(AnswerForm):
-    """How chat completions are written."""
-
     id_prefix = "chatcmpl"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"

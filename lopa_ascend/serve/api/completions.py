@@ -28,7 +28,7 @@ from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.text.gaps import Gap, Piece
 
 MAX_CHOICES = 1024
-"""Most choices of one request, which has prompts times n of them."""
+"""Prompts times n."""
 
 # ---- the request -----------------------------------------------------------------------------------------------------
 
@@ -38,7 +38,7 @@ def _is_token_ids(value: object) -> bool:
 
 
 def _prompts(value: object) -> list[str | list[int]]:
-    """The prompts of a request, which may be one prompt or several, as text or as token ids."""
+    """One prompt or several, as text or as token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -167,8 +167,6 @@ class Completion(AnyCompletion):
 
 
 class CompletionForm(AnswerForm):
-    """How completions are written."""
-
     id_prefix = "cmpl"
     whole = chunk = "text_completion"
     end = {"text": ""}
@@ -196,5 +194,4 @@ def _name(item: TokenProb) -> str:
 
 
 def _by_name(item: TokenProb) -> dict[str, float]:
-    """The most probable tokens and the token itself."""
     return {_name(top): top.logprob for top in item.top} | {_name(item): item.logprob_in_top}

@@ -49,7 +49,7 @@ class AnyQuestion(Body):
 
     @abstractmethod
     def answer(self, probs: Sequence[float]) -> Json:
-        """The answer, from the probability of each label. Its confidence is that of TypeSafe's system-one-adapter."""
+        """From the probability of each label. Confidence is computed as in TypeSafe's system-one-adapter."""
 
     def prompt(self, state: Content) -> str:
         """What the user says."""
@@ -132,7 +132,7 @@ def _check_kind(question: Any) -> Any:
 
 
 def _kind_of(question: Any) -> str:
-    """The tag of a question's type, in the form in which locations of errors leave it out."""
+    """The tag of a type, in the form that locations of errors leave out."""
     kind = question.get("type") if isinstance(question, dict) else getattr(question, "type", None)
     return f"[{kind}]"
 
@@ -218,13 +218,7 @@ class Decisions(BaseModel):
 
 
 class DecisionWriter(WholeWriter):
-    """Writes the answers to one request.
-
-    Args:
-        model: name of the served model.
-        questions: by name.
-        choices: one for each.
-    """
+    """Writes the answers to one request, which has a choice for each question."""
 
     def __init__(self, model: str, questions: Mapping[str, AnyQuestion], choices: Sequence[Request]):
         self.id = f"decision-{uuid.uuid4().hex}"

@@ -47,23 +47,18 @@ JSON_TYPES: dict[type[Kind], Any] = {
     TokenNumbers: dict[str, float],
     Words: Annotated[list[str | Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True)],
 }
-"""The type of a request's field, by the kind of the decoding parameter. Lists stop at their first wrong item: pydantic
-would make an error for each of thousands."""
+"""Type of a field. Lists stop at their first wrong item: pydantic would make an error for each of thousands."""
 
 
 def _json_type(kind: Kind) -> Any:
-    """The type of a request's field. Lists and texts are checked, and get the form in which they are stored, before
-    anything else looks at them: the kind declares how long they may be."""
+    """The kind checks lists and texts first, for it says how long they may be, and gives them their stored form."""
     decoded = JSON_TYPES[type(kind)]
     return Annotated[decoded, AfterValidator(kind.checked)] if kind.many else decoded
 
 
 def with_decoding_parameters(model: type[M]) -> type[M]:
-    """A class decorator that adds a field for every decoding parameter and for each of its aliases, but none for
-    parameters with ``own_field``. Decodings of installed packages can have parameters of their own among them.
-
-    Read the fields with ``getattr``: type checkers do not see them.
-    """
+    """A class decorator that adds a field for every decoding parameter, also of installed packages, and for each of its
+    aliases; none for parameters with ``own_field``. Type checkers do not see them: use ``getattr``."""
     fields: dict[str, Any] = {}
     for name, parameter in DecodingParams.all_parameters().items():
         if parameter.own_field:
@@ -76,7 +71,7 @@ def with_decoding_parameters(model: type[M]) -> type[M]:
 
 
 def _range(parameter: Parameter) -> Json:
-    """The keywords that state the allowed values, besides the type."""
+    """The keywords that state the allowed values."""
     match parameter.kind:
         case Choice() as choice:
             return {"enum": [None, *choice.known]}

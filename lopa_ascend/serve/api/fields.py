@@ -1,5 +1,4 @@
-"""Fields of other servers and of clients that have no meaning here: which are taken, why, and what to do instead of the
-others."""
+"""Fields of other servers and clients without a meaning here: which are taken, and what to do instead of the others."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ IN_REQUEST: Mapping[str, str] = {
     "prompt_cache_retention": _OWN_CACHE,
     "prompt_cache_options": _OWN_CACHE,
 }
-"""By field of a request: why it changes nothing. It is taken with any value."""
+"""Why a field of a request changes nothing. It is taken with any value."""
 IN_MESSAGES_REQUEST: Mapping[str, str] = {
     **IN_REQUEST,
     "cache_control": _OWN_CACHE,
@@ -40,7 +39,6 @@ IN_MESSAGES_REQUEST: Mapping[str, str] = {
     "speed": "There is one.",
     "user_profile_id": _WHOM,
 }
-"""The same of /v1/messages."""
 INSIDE: Mapping[str, str] = {
     **dict.fromkeys(("id", "name", "status", "phase", "index"), _LABEL),
     **dict.fromkeys(("parsed", "parsed_arguments"), "What the client made of the text."),
@@ -60,7 +58,7 @@ INSIDE: Mapping[str, str] = {
     "namespace": "Functions are known by their names.",
     "include_obfuscation": "Streams are not padded.",
 }
-"""The same of messages, their parts, calls and tools, where these names are no fields."""
+"""The same inside messages, their parts, calls and tools."""
 
 HARMLESS: HarmlessValues = {
     "length_penalty": (1,),
@@ -73,13 +71,13 @@ HARMLESS: HarmlessValues = {
     "add_special_tokens": (True, False),  # byte-level BPE adds none
     "skip_special_tokens": (True,),
 }
-"""Fields of OpenAI's and vLLM's APIs that are taken with values that ask for nothing."""
+"""Fields of OpenAI's and vLLM's APIs, taken with values that ask for nothing."""
 HARMLESS_TEMPLATE: HarmlessValues = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),
 }
-"""Fields about the chat template, taken likewise."""
+"""The same about the chat template."""
 
 _IDS = "send return_token_ids: true, which adds the ids of all tokens"
 _FORM = "send response_format or structured_outputs"
@@ -137,4 +135,4 @@ INSTEAD: Mapping[str, str] = {
     "compaction": "ask for a summary in a message",
     "extra_body": "put its fields into the body itself",
 }
-"""By name of a field that is refused: what to do instead."""
+"""What to do instead of a field that is refused."""

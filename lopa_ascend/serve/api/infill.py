@@ -22,7 +22,6 @@ from lopa_ascend.text.gaps import Gap, pieces_of, whole_text
 from lopa_ascend.types import GenerationOutput, Progress, TokenRun, Update
 
 MAX_PARTS = 1024
-"""Most parts of a text."""
 
 
 class AskedGap(Body):
@@ -104,8 +103,6 @@ class Infill(AnyCompletion):
 
 
 class InfillForm(CompletionForm):
-    """How texts with gaps are written."""
-
     id_prefix = "infill"
     whole, chunk = "infill", "infill.chunk"
 
@@ -114,12 +111,7 @@ INFILL = InfillForm()
 
 
 class InfillWriter(CompletionWriter):
-    """Writes whole texts, or chunks of which each has a ``gap`` and what is new in it.
-
-    Args:
-        parts: the text.
-        arguments: those of ``CompletionWriter``, but for ``form``.
-    """
+    """Writes whole texts, or chunks with a ``gap`` each and what is new in it."""
 
     def __init__(self, parts: Sequence[str | Gap], *arguments: Any):
         super().__init__(INFILL, *arguments)

@@ -1,8 +1,7 @@
 """Log probabilities of tokens.
 
-The log probability of a token, and the list of the most probable tokens, are those of the forward pass which filled its
-position. Where top_k, top_p, min_p or a grammar limit the choice, the first is that of the distribution from which the
-token was drawn, and the list is that of the whole distribution.
+They belong to the forward pass that filled the position. If top_k, top_p, min_p or a grammar limit the choice, a
+token's is taken from the distribution that it was drawn from, the most probable tokens' from the whole distribution.
 """
 
 from __future__ import annotations
@@ -17,21 +16,19 @@ from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import Alternatives, GenerationOutput, TokenRun
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON does not have. Other servers send the same number."""
+"""Stands for minus infinity, which JSON does not have; other servers send it too."""
 
 
 @dataclass(frozen=True)
 class TokenProb:
-    """One visible token."""
-
     token: str
-    """Text of the token alone, which names it; for a part of a character, its bytes as ``escaped`` writes them; for a
-    token without text, "token_id:" and its id."""
+    """Text of the token alone. Of a part of a character: its bytes as ``escaped`` writes them; without text:
+    "token_id:" and its id."""
     data: bytes | None
-    """UTF-8 bytes of the token; None without a tokenizer."""
+    """In UTF-8; None without a tokenizer."""
     logprob: float
     offset: int
-    """Where the token begins in the choice's text, in characters."""
+    """Characters of the choice's text before it."""
     top: tuple[TokenProb, ...] = ()
     """The most probable tokens of the position, best first."""
     logprob_in_top: float = LOWEST
@@ -39,21 +36,17 @@ class TokenProb:
 
     @property
     def is_part(self) -> bool:
-        """Whether the token's bytes are no text: a character's other bytes are in other tokens."""
+        """Its bytes are no text: a character's other bytes are in other tokens."""
         return self.data is not None and as_text(self.data) is None
 
     def chat(self) -> dict[str, Any]:
-        """The token in the form of chat completions."""
+        """In the form of chat completions."""
         return {"token": self.token, "logprob": self.logprob, "bytes": None if self.data is None else list(self.data)}
 
 
 class TokenProbs:
-    """Makes the ``TokenProb`` of each token of one choice, in order.
-
-    Args:
-        tokenizer: None: tokens are shown by their ids.
-        is_truncated: whether the tokens were drawn from a part of the distribution.
-    """
+    """Makes the ``TokenProb`` of each token of one choice, in order; ``is_truncated``: drawn from a part of the
+    distribution. Without a tokenizer, tokens are shown by their ids."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, is_truncated: bool = False):
         self._tokenizer, self._is_truncated = tokenizer, is_truncated
@@ -61,7 +54,6 @@ class TokenProbs:
         self._offset = 0
 
     def push(self, tokens: TokenRun) -> list[TokenProb]:
-        """Takes the next tokens."""
         lists = tokens.alternatives or [()] * len(tokens)
         return [self._next(*item) for item in zip(tokens.ids, tokens.probs, lists, strict=True)]
 
@@ -84,7 +76,7 @@ class TokenProbs:
 
 
 def scored(texts: Sequence[str], output: GenerationOutput) -> list[dict[str, Any]]:
-    """How probable each of several texts is, from the output that scores them."""
+    """How probable each text is, from the output that scores them."""
     sums = [sum(values) for values in output.continuation_logprobs]
     best = max(sums)
     total = sum(math.exp(value - best) for value in sums)
@@ -100,7 +92,7 @@ def scored(texts: Sequence[str], output: GenerationOutput) -> list[dict[str, Any
 
 
 def as_text(piece: bytes) -> str | None:
-    """The text of a token's bytes; None if they are not UTF-8."""
+    """None if the bytes are not UTF-8."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

@@ -52,14 +52,13 @@ EVENTS = (
     "instead of what is left."
 )
 BILLING = "x-anthropic-billing-header:"
-"""The beginning of a line of the system's text that Claude Code writes for Anthropic's accounts. It is not shown to the
-model: it differs in every request, so that no two would have a common beginning in the prefix cache."""
+"""Begins a line of the system's text that Claude Code writes for Anthropic's accounts. The model is not shown it: it
+differs in every request, so no two would share a beginning in the prefix cache."""
 SIGNATURE = "unsigned"
 """Clients send a block of thinking back only with a signature."""
 MAX_BLOCKS = 2**10
-"""Most blocks of a message."""
 MODES = {"auto": "auto", "any": "required", "none": "none"}
-"""The types of ``tool_choice`` that name no tool, and what ``Tools`` calls them."""
+"""Types of ``tool_choice`` that name no tool, as ``Tools`` calls them."""
 
 # ---- messages --------------------------------------------------------------------------------------------------------
 
@@ -118,7 +117,7 @@ def _kind_of(block: Any) -> Any:
 
 
 def _tag_of(block: Any) -> str:
-    """The tag of a block, in the form in which locations of errors leave it out."""
+    """The tag of a block, in the form that locations of errors leave out."""
     return f"[{_kind_of(block)}]"
 
 
@@ -267,7 +266,6 @@ class MessagesRequest(GenerationRequest):
             note_others(tools, "custom")
 
     def as_template_input(self) -> list[Json]:
-        """The conversation as the chat template takes it."""
         system = [self.system] if isinstance(self.system, str) else [part.text for part in self.system or ()]
         shown_parts = [text.partition("\n")[2] if text.startswith(BILLING) else text for text in system]
         turns = [Turn(role="system", content="\n".join(filter(None, shown_parts)))] if any(shown_parts) else []
@@ -289,7 +287,6 @@ class MessagesRequest(GenerationRequest):
 
     @property
     def callable(self) -> Tools:
-        """The tools that the answer may call."""
         functions = {index: tool for index, tool in enumerate(self.tools or ()) if isinstance(tool, MessageTool)}
         choice = self.tool_choice or ToolChoice(type="auto")
         if choice.type == "any" and not functions:
@@ -330,7 +327,7 @@ class MessagesRequest(GenerationRequest):
             raise error.renamed({"max_new_tokens": "max_tokens", **names}) from None
 
     def _as_elsewhere(self, planner: Planner) -> tuple[Json, Mapping[str, str | FieldPath]]:
-        """The fields of the other routes that this one's stand for; and by their names, where errors find them."""
+        """The fields of other routes that this one's stand for; and by their names, where errors find them."""
         changed: Json = {}
         names: dict[str, str | FieldPath] = {}
         if self.stop_sequences is not None:
@@ -345,7 +342,7 @@ class MessagesRequest(GenerationRequest):
         return changed, names
 
     def _thinks(self, planner: Planner) -> Json:
-        """The variable enable_thinking, if ``thinking`` asks for it and the chat template reads it."""
+        """enable_thinking, if ``thinking`` asks for it and the chat template reads it."""
         asked = {"enabled": True, "disabled": False}.get(self.thinking.type if self.thinking else "")
         tokenizer = planner.prompts.tokenizer
         if asked is None or tokenizer is None or not tokenizer.template_reads("enable_thinking"):
@@ -353,7 +350,6 @@ class MessagesRequest(GenerationRequest):
         return {"enable_thinking": asked}
 
     def _format(self) -> AskedForm | None:
-        """The form that the answer must have."""
         field: FieldPath
         asked, field = self.output_format, ("output_format", "schema")
         if self.output_config is not None and self.output_config.format is not None:
@@ -368,7 +364,7 @@ class MessagesRequest(GenerationRequest):
 
 
 def _add(message: Json, block: AnyBlock) -> None:
-    """Adds a block to a message, whose texts are lists."""
+    """A message's texts are lists."""
     match block:
         case TextPart():
             message["content"].append(block.text)
@@ -383,7 +379,7 @@ def _add(message: Json, block: AnyBlock) -> None:
 
 
 def _with_joined_texts(message: Json) -> Json:
-    """A message whose texts have come one by one. What it has none of is left out."""
+    """Joins the texts of a message, and leaves out what it has none of."""
     texts = {name: "\n".join(message[name]) for name in ("content", "reasoning_content") if message.get(name)}
     others = {name: value for name, value in message.items() if value}
     return {**others, "content": "", **texts}
@@ -458,14 +454,7 @@ def _framed(event: Json) -> bytes:
 
 
 class MessageWriter(Writer):
-    """Writes one message.
-
-    Args:
-        model: name of the served model.
-        request: what was asked.
-        choice: how it is decoded.
-        thinking: how the model thinks before it answers; None: not at all.
-    """
+    """Writes one message. ``thinking`` is None for a model that does not think."""
 
     end = b""
     comment = _framed(PING)
@@ -477,10 +466,10 @@ class MessageWriter(Writer):
         self._calls = Calls(request.callable, thinking)
         asked = request.thinking
         self._shows_blocks = asked is None or asked.type != "disabled"
-        """Blocks of thinking are in the answer; ``_shows_thoughts``: with their text."""
+        """``_shows_thoughts``: also with their text."""
         self._shows_thoughts = asked is None or asked.display != "omitted"
         self._is_cut = request.max_tokens is not None and choice.params.max_new_tokens < request.max_tokens
-        """The answer can be no longer because of the model's context."""
+        """The model's context limits the answer."""
         self._block = ""
         """Type of the block that is being written."""
         self._num_blocks = 0
@@ -537,12 +526,11 @@ class MessageWriter(Writer):
     # ---- blocks ----------------------------------------------------------------------------------------------------
 
     def _call(self, call: Json) -> Json:
-        """The block of a call, as it begins."""
         call_id = f"toolu_{call['id'].removeprefix('call_')}"
         return {"type": "tool_use", "id": call_id, "name": call["function"]["name"], "input": {}}
 
     def _begin(self, block: Json) -> list[Json]:
-        """The events that begin a block, unless it is one of the kind that is being written. Each call has its own."""
+        """Begins a block, unless one of its kind is being written; each call has its own."""
         if block["type"] == self._block != "tool_use":
             return []
         events = self._close()
@@ -556,7 +544,6 @@ class MessageWriter(Writer):
         return {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": delta}
 
     def _close(self) -> list[Json]:
-        """The events that end the block that is being written, if there is one."""
         if not self._block:
             return []
         events = [self._delta("signature_delta", signature=SIGNATURE)] if self._block == "thinking" else []
@@ -566,7 +553,6 @@ class MessageWriter(Writer):
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _end(self, output: GenerationOutput) -> Json:
-        """Why the answer has ended, and its usage."""
         stop = output.stop_reason if isinstance(output.stop_reason, str) else None
         reason = "end_turn" if stop is None else "stop_sequence"
         if self._calls.finish_reason(output) == "tool_calls":

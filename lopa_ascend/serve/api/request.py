@@ -34,16 +34,15 @@ from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.types import GappedText, Thinking
 
 MAX_MESSAGES = 2**14
-"""Most messages of a conversation."""
 MAX_N = 128
-"""Most answers to one prompt; OpenAI's limit."""
+"""OpenAI's limit."""
 MAX_SCORED = 2**14
 """Most tokens of the texts that one pass scores."""
 MAX_LOGPROBS = 2**20
-"""Most log probabilities in an answer: each takes some 200 bytes while the answer is made."""
+"""Each takes some 200 bytes while the answer is made."""
 OLD_NAME = "An older name for one of the fields of structured_outputs."
 ID_PARAMETERS = ("eos_token_id", "stop_token_ids", "logit_bias")
-"""Parameters that name token ids one by one. Those of ``bad_words`` make words."""
+"""They name token ids one by one. Those of ``bad_words`` make words."""
 VARIABLES = (
     'Variables for the chat template, such as {"enable_thinking": false}. One that it does not read is refused. '
     "Default: --default-chat-template-kwargs."
@@ -65,8 +64,7 @@ class StreamOptions(Body):
 
 
 class AnsweredRequest(Body):
-    """A request that the engine answers. Each route has a subclass, which says how its requests are planned and
-    answered."""
+    """A request that the engine answers. Each route has a subclass."""
 
     instead = INSTEAD
     always_streams: ClassVar[bool] = False
@@ -76,20 +74,15 @@ class AnsweredRequest(Body):
 
     @property
     def streams(self) -> bool:
-        """Whether the answer is a stream."""
         return self.always_streams
 
     @abstractmethod
     def plan(self, planner: Planner) -> list[Request]:
-        """The choices that the request asks for, ``n`` for each prompt.
-
-        Raises:
-            ParameterError: a field is wrong, or does not fit the model.
-        """
+        """The choices, ``n`` for each prompt. Raises ParameterError if a field is wrong, or does not fit the model."""
 
     @abstractmethod
     def writer(self, planner: Planner, model: str, choices: list[Request]) -> Writer:
-        """Writes the answer. ``model`` is the name of the served model."""
+        """``model`` is the name of the served model."""
 
 
 @with_decoding_parameters
@@ -116,7 +109,7 @@ class GenerationRequest(AnsweredRequest):
 
 
 def tidy_tools(values: dict[str, Any]) -> None:
-    """Removes the list of tools if no tool may be called, as it changes nothing then."""
+    """Without a tool that may be called, the list changes nothing, and goes."""
     if isinstance(tools := values.get("tools"), list):
         if values.get("tool_choice") == "none":
             del values["tools"]
@@ -128,12 +121,8 @@ def tidy_tools(values: dict[str, Any]) -> None:
 
 
 def check_defaults(decoding: Mapping[str, Any], prompts: Prompts, limits: Limits) -> None:
-    """Checks a server's default decoding parameters against its model: with a wrong one every request would fail.
-
-    Raises:
-        ValueError: a default names token ids that the model does not have, needs a tokenizer, or limits thinking
-            that the model does not know.
-    """
+    """Refuses default decoding parameters with which every request would fail, by ValueError: token ids that the model
+    does not have, a need of a tokenizer, or limits of thinking for a model that does not think."""
     params = DecodingParams(**decoding)
     try:
         prompts.check_thinking(decoding, is_conversation=True)
@@ -149,7 +138,7 @@ class Planner:
     prompts: Prompts
     limits: Limits
     decoding: Mapping[str, Any]
-    """The server's defaults, by name of the decoding parameter."""
+    """The server's defaults, by name."""
 
     def conversation(
         self,
@@ -163,12 +152,8 @@ class Planner:
         effort: str | None = None,
         with_logprobs: bool = False,
     ) -> list[Request]:
-        """The choices for a conversation, which came in the field ``field``.
-
-        Args:
-            variables: those that the request gives to the chat template.
-            effort: how much the model is to think: a hint, for templates that read it.
-        """
+        """The choices for a conversation from ``field``. ``variables`` are the request's own for the chat template;
+        ``effort`` is a hint for templates that read it."""
         form = asked_form(request, response_format, tools)
         shown = tools.as_template_input()
         if tools.is_forced and not self.prompts.knows_tools:
@@ -183,7 +168,7 @@ class Planner:
         return self.choices(request, [prompt], field, form=form, with_logprobs=with_logprobs)
 
     def _hints(self, effort: str | None) -> Json:
-        """The variables that ``reasoning_effort`` stands for, as far as the chat template reads them."""
+        """Variables for ``reasoning_effort``, as far as the chat template reads them."""
         hints: Json = {} if effort is None else {"reasoning_effort": effort}
         if effort == "none":
             hints |= {"enable_thinking": False}
@@ -192,8 +177,8 @@ class Planner:
         return {name: value for name, value in hints.items() if name in read}
 
     def _check_schemas(self, tools: Tools, answer: AskedForm | None) -> None:
-        """Refuses functions, and an answer in their place, by the field of the schema, of which the grammar of both
-        knows nothing."""
+        """Refuses functions, and an answer in their place, by the field of the schema: their common grammar has
+        none."""
         schemas: dict[FieldPath, Any] = dict(tools.callable().values())
         if answer is not None and answer.kind == "json":
             schemas[answer.field] = answer.value
@@ -218,14 +203,9 @@ class Planner:
         """The choices for several prompts.
 
         Args:
-            request: has the decoding parameters.
-            prompts: the token ids.
-            prompt_field: the field in which the prompts came.
-            form: which each answer must have. If that is one of several texts, and ``with_logprobs`` is set, a choice
-                that scores these follows for each prompt.
+            form: required of the answers. A choice of texts with log probabilities adds a scoring choice per prompt.
             top_logprobs: the parameter, if the request sets it by its field ``logprobs``.
-            with_logprobs: the answer has log probabilities.
-            rest: what follows the prompt in a text with gaps, which came in the field ``rest_field``.
+            rest: follows the prompt in a text with gaps; from the field ``rest_field``.
         """
         if request.stream_options is not None and not request.stream:
             raise ParameterError("stream_options", "needs stream: true")
@@ -257,7 +237,7 @@ class Planner:
         rest: Sequence[Piece],
         rest_field: str,
     ) -> list[Request]:
-        """The choices that are answers, ``n`` for each prompt. Prompts of one length share their parameters."""
+        """``n`` for each prompt. Prompts of one length share their parameters."""
         fitting = dict[int, tuple[DecodingParams, GappedText | None]]()
         choices = []
         for prompt in prompts:
@@ -298,7 +278,7 @@ class Planner:
         return params, gapped
 
     def scored(self, prompt: Sequence[int], texts: Sequence[str | Sequence[int]], field: FieldPath) -> Request:
-        """What asks how probable texts, which came in the field ``field``, are after a prompt."""
+        """Asks how probable texts of ``field`` are after a prompt."""
         continuations = [tuple(self.encode(text, (*field, index))) for index, text in enumerate(texts)]
         if (total := sum(map(len, continuations))) > MAX_SCORED:
             raise ParameterError(field, f"has {total} tokens; at most {MAX_SCORED} can be scored at once")
@@ -312,8 +292,7 @@ class Planner:
         return Request("", tuple(prompt), params, continuations=tuple(continuations))
 
     def _params(self, asked: Mapping[str, Any], prompt_tokens: int, num_gaps: int = 1) -> DecodingParams:
-        """The request's own parameters, and the defaults for all others unless a default contradicts the request.
-        ``num_gaps`` share the room that is left."""
+        """The request's parameters, and all defaults that do not contradict them. ``num_gaps`` share the room left."""
         defaults = fitting_defaults({"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding}, asked)
         # If a prompt leaves no room at all, Limits.check refuses the request.
         block_size = asked.get("block_size", defaults.get("block_size", DecodingParams.block_size))
@@ -326,8 +305,7 @@ class Planner:
         return DecodingParams(**{**defaults, **asked})
 
     def encode(self, prompt: str | Sequence[int], field: str | FieldPath) -> list[int]:
-        """The token ids of what came in a field, which is refused at once if it is too long: there may be a thousand
-        prompts."""
+        """Token ids of a field. One that is too long is refused at once: there may be a thousand prompts."""
         longest = self.limits.max_model_len
         try:
             ids = self.prompts.encode(prompt) if isinstance(prompt, str) or len(prompt) < longest else list(prompt)
@@ -339,11 +317,7 @@ class Planner:
 
 
 def asked_parameters(request: GenerationRequest) -> tuple[dict[str, Any], dict[str, str | FieldPath]]:
-    """The decoding parameters that a request sets itself, under their own names or by aliases.
-
-    Returns:
-        The values by name, None for what the request switches off; by name, the field in which each was sent.
-    """
+    """The decoding parameters of a request by name, None if it switches one off; and the fields in which they came."""
     values: dict[str, Any] = {}
     sent_as: dict[str, str | FieldPath] = {}
     for name, parameter in DecodingParams.all_parameters().items():
@@ -363,12 +337,7 @@ def asked_parameters(request: GenerationRequest) -> tuple[dict[str, Any], dict[s
 
 
 def _check_sizes(asked: Mapping[str, Any], num_choices: int) -> None:
-    """Refuses lists that are too long for all choices together, as every choice has its own copy in the engine.
-
-    Args:
-        asked: the parameters that the request sets, with each token id once.
-        num_choices: of the request.
-    """
+    """Refuses lists that are too long for all choices together: each has a copy. ``asked`` has each token id once."""
     counts = {name: len(asked.get(name) or ()) for name in ID_PARAMETERS}
     counts["bad_words"] = _num_ids(asked.get("bad_words") or ())
     for name, count in counts.items():
@@ -379,8 +348,7 @@ def _check_sizes(asked: Mapping[str, Any], num_choices: int) -> None:
 
 
 def _num_ids(words: Sequence[str | Sequence[int]]) -> int:
-    """Most token ids that ``bad_words`` can become: a text has one for each byte in NFC at most, alone and after a
-    space."""
+    """Most token ids that ``bad_words`` can become: one for each byte in NFC, alone and after a space."""
     total = 0
     for word in words:
         total += 2 * (len(normalize("NFC", word).encode()) + 1) if isinstance(word, str) else len(word)
@@ -388,7 +356,7 @@ def _num_ids(words: Sequence[str | Sequence[int]]) -> int:
 
 
 def _check_logprobs(choices: Sequence[Request]) -> None:
-    """Raises ParameterError if the choices of a request can have too many log probabilities together."""
+    """Raises ParameterError if a request's choices can have too many log probabilities together."""
     total = sum(choice.params.max_new_tokens * (1 + choice.params.top_logprobs) for choice in choices)
     if total > MAX_LOGPROBS:
         message = (
@@ -399,7 +367,7 @@ def _check_logprobs(choices: Sequence[Request]) -> None:
 
 
 def _with_own_seed(params: DecodingParams, index: int) -> DecodingParams:
-    """The parameters of the answer number ``index`` to a prompt, which has the seed ``seed + index`` in 64 bits."""
+    """The seed of answer ``index`` to a prompt is ``seed + index`` in 64 bits."""
     if params.seed is None:
         return params
     return params.with_valid(seed=(params.seed + index - INT64_MIN) % 2**64 + INT64_MIN)

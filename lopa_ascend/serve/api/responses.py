@@ -1,8 +1,7 @@
 """/v1/responses, OpenAI's Responses API: a response object, or the events of a stream that build it up.
 
-Nothing is kept between requests, and all input and output is text and calls of functions: fields that ask for more are
-refused. The output of a response is what the model thought, one message with one part, its text, and an item for each
-call.
+Nothing is kept between requests; text and calls of functions go in and out, and fields that ask for more are refused.
+The output is what the model thought, one message with one part, its text, and an item for each call.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ EVENTS = (
     "If the request fails, an error event and response.failed come instead of what is left."
 )
 STATUS = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}
-"""The status of a response, by its finish reason."""
+"""By finish reason."""
 ITEM_STATUSES = ("in_progress", "completed")
-"""Statuses of a response that its message has too; otherwise the message is incomplete."""
+"""A message has these too; otherwise it is incomplete."""
 
 # ---- input -----------------------------------------------------------------------------------------------------------
 
@@ -71,7 +70,6 @@ ITEM_INSTEAD = {
     "item_reference": "send the message itself: this server keeps no responses (Vercel's AI SDK sends messages with "
     "store: false)",
 }
-"""By type of an item: what to do instead."""
 
 
 class ReasoningPart(Body):
@@ -141,13 +139,13 @@ ITEMS = {
 
 
 def _kind_of(item: Any) -> str:
-    """The tag of an item's type, in the form in which locations of errors leave it out."""
+    """The tag of an item's type, in the form that locations of errors leave out."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     return f"[{ITEMS[kind or 'message'].__name__}]"
 
 
 def _check_item(item: object) -> object:
-    """Refuses items of unknown types, before their fields would be called unknown."""
+    """Refuses unknown types, before their fields would be called unknown."""
     kind = item.get("type") if isinstance(item, dict) else None
     if kind is not None and (not isinstance(kind, str) or kind not in ITEMS):
         instead = ITEM_INSTEAD.get(str(kind), "send calls of functions" if "call" in str(kind)[:100] else None)
@@ -201,7 +199,7 @@ Include = Literal[
     "web_search_call.results",
 ]
 MAX_PAIRS, MAX_NAME, MAX_VALUE = 16, 64, 512
-"""Most pairs in ``metadata``, and most characters of their names and values; OpenAI's limits."""
+"""Most pairs in ``metadata``, most characters of names and values; OpenAI's limits."""
 
 
 def _check_metadata(metadata: dict[str, str] | None) -> dict[str, str] | None:
@@ -258,8 +256,7 @@ class ResponseRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description=VARIABLES)
 
     def as_template_input(self) -> list[Json]:
-        """The conversation as the chat template takes it: calls belong to the assistant's message before them, and
-        reasoning to the one after it."""
+        """Calls belong to the assistant's message before them, reasoning to the one after it."""
         messages: list[Json] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -286,7 +283,6 @@ class ResponseRequest(GenerationRequest):
 
     @property
     def callable(self) -> Tools:
-        """The functions that the answer may call."""
         return response_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     @classmethod
@@ -424,25 +420,17 @@ class ResponseObject(BaseModel):
 
 
 def _reasoning_item(item: Json, status: str) -> Json:
-    """What the model thought, as the output has it."""
     content = [{"type": "reasoning_text", "text": "".join(item["pieces"])}]
     return {"id": item["id"], "type": "reasoning", "summary": [], "content": content, "status": status}
 
 
 def _text_part(text: str) -> Json:
-    """The content of the message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 class ResponseWriter(Writer):
-    """Writes one response. The last event of its stream holds the response as it would be without a stream.
-
-    Args:
-        model: name of the served model.
-        request: what was asked.
-        choice: how it is decoded.
-        thinking: how the model thinks before it answers; None: not at all.
-    """
+    """Writes one response, which also is the stream's last event. ``thinking`` is None for a model that cannot
+    think."""
 
     end = b""
 
@@ -452,14 +440,13 @@ class ResponseWriter(Writer):
         self._thinking = thinking
         self._calls = Calls(request.callable, thinking)
         self._items: list[Json] = []
-        """The output so far: what the model thought, the message once there is text, and a call each. The text comes in
-        pieces."""
+        """The output so far: what the model thought, the message once there is text in pieces, and each call."""
         self._answers = False
         """Events have closed what the model thought."""
         self._message: int | None = None
-        """Which of these is the message."""
+        """Its index in the output."""
         self._last_call = 0
-        """Which of these is the last call."""
+        """The last call's index in the output."""
         self._num_prompt = len(choice.prompt)
         params = choice.params
         reasoning = request.reasoning or Reasoning()
@@ -507,7 +494,7 @@ class ResponseWriter(Writer):
         return events
 
     def failure(self, error: ApiError) -> list[Json]:
-        """An error event with our own code, and the failed response, whose codes are OpenAI's."""
+        """An error event with our own code, and the failed response with one of OpenAI's."""
         detail = error.body()["error"]
         names = ("code", "message", "param")
         failed = {"code": "server_error", "message": detail["message"]}
@@ -523,7 +510,7 @@ class ResponseWriter(Writer):
     # ---- the output ------------------------------------------------------------------------------------------------
 
     def _advance(self, text: str, *, is_final: bool) -> list[Json]:
-        """Takes what the model has written so far into the output, and returns the events about what is new."""
+        """Takes the text so far into the output, and returns the events about what is new."""
         reasoning, new, pieces = self._calls.push(text, is_final=is_final)
         events = self._think(reasoning) if reasoning else []
         if self._items and self._calls.has_thought and not self._answers:
@@ -536,7 +523,6 @@ class ResponseWriter(Writer):
         return events
 
     def _think(self, new: str) -> list[Json]:
-        """Adds to what the model thinks."""
         events = []
         if not self._items:
             self._items.append({"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "pieces": []})
@@ -548,7 +534,7 @@ class ResponseWriter(Writer):
         return [*events, self._of_part("response.reasoning_text.delta", 0, delta=new)]
 
     def _say(self, new: str) -> list[Json]:
-        """Adds text to the message, which begins with it unless there is one."""
+        """The message begins with its first text."""
         events = []
         index = len(self._items) if self._message is None else self._message
         if self._message is None:
@@ -564,7 +550,7 @@ class ResponseWriter(Writer):
         return events
 
     def _call(self, piece: Json) -> list[Json]:
-        """Adds a piece of a call, the first of which has its name."""
+        """A call's first piece has its name."""
         function, events = piece["function"], []
         if "name" in function:
             head = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": piece["id"]}
@@ -606,7 +592,6 @@ class ResponseWriter(Writer):
         return [*events, self._event(last, response=response)]
 
     def _close_item(self, index: int, item: Json) -> list[Json]:
-        """The events that close an item of the output."""
         if item["type"] == "function_call":
             values = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
             events = [self._of_item("response.function_call_arguments.done", index, **values)]
@@ -618,11 +603,9 @@ class ResponseWriter(Writer):
         return [*events, self._of_item("response.output_item.done", index, item=item)]
 
     def _of_part(self, kind: str, index: int, **values: Any) -> Json:
-        """An event about the only part of the message."""
         return self._of_item(kind, index, item_id=self._items[index]["id"], content_index=0, **values)
 
     def _of_item(self, kind: str, index: int, **values: Any) -> Json:
-        """An event about an item of the output."""
         return self._event(kind, output_index=index, **values)
 
     def _event(self, kind: str, **values: Any) -> Json:
@@ -630,13 +613,12 @@ class ResponseWriter(Writer):
         return {"type": kind, "sequence_number": self._num_events - 1, **values}
 
     def _unfinished(self, status: str, output: Sequence[Json] = (), error: Json | None = None) -> Json:
-        """The response while it is in progress, or when it has failed."""
+        """While it is in progress, or when it has failed."""
         state = {"status": status, "output": list(output), "error": error, "completed_at": None}
         nothing = dict.fromkeys(("incomplete_details", "usage", "lopa", "stop_reason", "seed"))
         return {**self._head, **state, **nothing}
 
     def _finished(self, output: GenerationOutput) -> Json:
-        """The response at its end."""
         status = STATUS[output.finish_reason]
         tokens = len(output.tokens)
         reasoning = 0 if self._thinking is None else num_reasoning_tokens(self._thinking, output)
@@ -658,11 +640,10 @@ class ResponseWriter(Writer):
 
 
 def _as_sent(tool: ResponseTool | OtherTool) -> Json:
-    """A tool, with what OpenAI's functions always have."""
+    """With what OpenAI's functions always have."""
     always = dict.fromkeys(("parameters", "strict")) if isinstance(tool, ResponseTool) else {}
     return always | tool.model_dump(exclude_none=True)
 
 
 def _dumped(value: Body | str | None) -> Any:
-    """A field as the request has it."""
     return value.model_dump(by_alias=True, exclude_none=True) if isinstance(value, Body) else value

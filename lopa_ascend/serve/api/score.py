@@ -21,7 +21,6 @@ from lopa_ascend.serve.http.encoding import Json, WholeWriter
 from lopa_ascend.types import GenerationOutput
 
 MAX_TEXTS = 1024
-"""Most texts of a request."""
 Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
 
 
@@ -89,13 +88,7 @@ class Scores(BaseModel):
 
 
 class ScoreWriter(WholeWriter):
-    """Writes the scores of one request.
-
-    Args:
-        model: name of the served model.
-        texts: that are scored.
-        choices: one for all, or one for each.
-    """
+    """Writes the scores of one request, from one choice for all texts or one for each."""
 
     def __init__(self, model: str, texts: Sequence[str], choices: Sequence[Request]):
         self.id = f"score-{uuid.uuid4().hex}"

@@ -16,7 +16,7 @@ from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body
 from lopa_ascend.text.schemas import closed
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""Fields that vLLM had before structured_outputs, and the form in it that each stands for."""
+"""Fields that vLLM had before structured_outputs, and the form that each stands for."""
 STRICT = f"{WITHOUT_EFFECT} Every answer keeps to the schema."
 
 
@@ -46,28 +46,19 @@ class TextFormat(Body):
 
 @dataclass(frozen=True)
 class AskedForm:
-    """One field that asks for a form."""
-
     field: FieldPath
     kind: str
-    """One of those of structured_outputs."""
+    """A name in structured_outputs."""
     value: Any
-    """What structured_outputs holds under ``kind``."""
 
     @property
     def parameter(self) -> dict[str, Any]:
-        """The value of the parameter structured_outputs."""
+        """The value of structured_outputs."""
         return {self.kind: self.value}
 
 
 def asked_form(request: Body, format_: AskedForm | None, tools: Tools) -> AskedForm | None:
-    """The form that a request asks for, besides that of calls.
-
-    Args:
-        request: has the fields of ``GUIDED`` and structured_outputs.
-        format_: what its response format asks for.
-        tools: which it may call.
-    """
+    """The form that ``format_``, structured_outputs or a field of ``GUIDED`` asks for, besides calls."""
     forms = [] if format_ is None else [format_]
     given: Mapping[str, Any] | None = getattr(request, "structured_outputs", None)
     if given is not None:
@@ -89,7 +80,7 @@ def asked_form(request: Body, format_: AskedForm | None, tools: Tools) -> AskedF
 
 
 def texts_of(request: Body, *, with_logprobs: bool) -> Sequence[str]:
-    """The texts that a valid request lets its answer choose from, if it asks for log probabilities."""
+    """The texts that a valid request chooses from, if it asks for log probabilities."""
     given = getattr(request, "guided_choice", None) or (getattr(request, "structured_outputs", None) or {}).get(
         "choice"
     )
@@ -97,16 +88,12 @@ def texts_of(request: Body, *, with_logprobs: bool) -> Sequence[str]:
 
 
 def placed(error: ParameterError, field: FieldPath) -> ParameterError:
-    """A refusal of ``structured_outputs``, with the field in place of the parameter and the kind of grammar."""
+    """A refusal of ``structured_outputs``, by the field instead of the parameter and the kind."""
     return error.at((*field, *error.path[2:]))
 
 
 def calling_form(tools: Tools, answer: AskedForm | None) -> AskedForm:
-    """Calls, or if these are not forced JSON in their place.
-
-    Args:
-        answer: JSON that has been checked.
-    """
+    """Calls, or checked JSON in their place unless they are forced."""
     schema = None
     if answer is not None and not tools.is_forced:
         schema = {"type": "object"} if answer.kind == "json_object" else answer.value
@@ -118,7 +105,6 @@ def calling_form(tools: Tools, answer: AskedForm | None) -> AskedForm:
 
 
 def response_form(asked: ResponseFormat | None) -> AskedForm | None:
-    """What ``response_format`` asks for."""
     if asked is None:
         return None
     schema = None if asked.json_schema is None else asked.json_schema.schema_
@@ -126,12 +112,11 @@ def response_form(asked: ResponseFormat | None) -> AskedForm | None:
 
 
 def text_form(asked: TextFormat | None) -> AskedForm | None:
-    """What ``text.format`` asks for."""
     return None if asked is None else _json_form(asked.type, asked.schema_, ("text", "format", "schema"))
 
 
 def _json_form(type_: str, schema: dict[str, Any] | None, field: FieldPath, *below: str) -> AskedForm | None:
-    """What a response format of a type asks for, whose schema is in ``field`` or there under a name."""
+    """A response format of a type; ``field``, or a name ``below`` it, has its schema."""
     if (type_ == "json_schema") != (schema is not None):
         raise ParameterError(field, "is missing" if schema is None else f"does not go with the type {type_!r}")
     if schema is not None:

@@ -30,9 +30,8 @@ from lopa_ascend.types import GenerationOutput, Thinking
 logger = logging.getLogger("uvicorn.error")
 
 MAX_TOOLS = 128
-"""Most functions of a request; OpenAI's limit."""
+"""OpenAI's limit."""
 MAX_CALLS = 2**10
-"""Most calls of one message."""
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 CHOICES = ("none", "auto", "required")
 
@@ -49,8 +48,7 @@ TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
 
 def _check_parameters(schema: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Refuses what describes no object, as arguments are one, and what is no JSON Schema. Without a forced call nothing
-    else reads a schema but the model."""
+    """Arguments are an object, so the schema must describe one. Checked here: an unforced call never compiles it."""
     if schema is None:
         return None
     if schema.get("type", "object") != "object":
@@ -108,7 +106,7 @@ class OtherTool(LeftOut):
 
 
 def _kind_of_tool(tool: Any) -> str:
-    """The tag of a tool, in the form in which locations of errors leave it out."""
+    """The tag of a tool, in the form that locations of errors leave out."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return "[function]" if kind in (None, "function") else "[other]"
 
@@ -119,7 +117,7 @@ AnyResponseTool = Annotated[Annotated[ResponseTool, Tag("[function]")] | Other, 
 
 
 def note_others(tools: Sequence[Any], own: str = "function") -> None:
-    """Warns of tools that are no functions, whose type is ``own``."""
+    """Warns of tools of another type than ``own``."""
     others = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") not in (None, own)]
     if others:
         warn_once(", ".join(shown(f"{tool['type']} {tool.get('name', '')}".strip()) for tool in others))
@@ -178,7 +176,6 @@ def _check_choice(choice: Any) -> Any:
 
 
 def _kind_of_choice(choice: Any) -> str:
-    """The tag of a choice, as that of a tool."""
     kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", "mode")
     return f"[{kind or 'function'}]"
 
@@ -210,26 +207,22 @@ PARALLEL = "Whether the answer may have several calls. Default: true."
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions that an answer may call."""
-
     functions: Mapping[int, Function] = field(default_factory=dict)
     """By place in ``tools``."""
     choice: str = "auto"
     """"auto", "required", or the name of the function to call."""
     parallel: bool = True
     named: bool = False
-    """``choice`` is a name."""
     place: FieldPath = ()
     """Where a function stands in an item of ``tools``; () for the item itself."""
     schema: str = "parameters"
-    """The field of a function that has the schema of its arguments."""
+    """The field with the schema of the arguments."""
 
     @property
     def is_forced(self) -> bool:
         return self.named or self.choice == "required"
 
     def as_template_input(self) -> list[Json]:
-        """The functions as chat templates take them."""
         given = [
             function.model_dump(include={"name", "description", "parameters"}) for function in self.functions.values()
         ]
@@ -239,7 +232,7 @@ class Tools:
         ]
 
     def callable(self) -> dict[str, tuple[FieldPath, Json]]:
-        """By name of each function that may be called: the field that has its parameters, and their JSON Schema."""
+        """By name of each function that may be called: the field with its parameters, and their JSON Schema."""
         return {
             function.name: (("tools", index, *self.place, self.schema), _arguments(function.parameters))
             for index, function in self.functions.items()
@@ -247,7 +240,7 @@ class Tools:
         }
 
     def grammar(self, answer: Json | None = None) -> str:
-        """What the whole answer must be, in Lark: calls, or JSON with the schema ``answer`` in their place."""
+        """The whole answer, in Lark: calls, or JSON with the schema ``answer`` in their place."""
         several = self.parallel and not self.named
         schemas = {name: schema for name, (_, schema) in self.callable().items()}
         return call_grammar(schemas, several=several, otherwise=answer)
@@ -260,7 +253,6 @@ NO_TOOLS = Tools()
 
 
 def _arguments(schema: Json | None) -> Json:
-    """The schema of a call's arguments."""
     arguments: Json = closed({"type": "object", "properties": {}, **(schema or {})})
     return arguments
 
@@ -270,7 +262,6 @@ AnyChoice = str | NamingChoice | None
 
 
 def chat_tools(tools: Sequence[ChatTool | OtherTool] | None, choice: AnyChoice, *, parallel: bool | None) -> Tools:
-    """The functions of a chat completion, which may be called."""
     functions = {index: tool.function for index, tool in enumerate(tools or ()) if isinstance(tool, ChatTool)}
     return tools_of(functions, ("function",), choice, parallel=parallel is not False)
 
@@ -278,13 +269,12 @@ def chat_tools(tools: Sequence[ChatTool | OtherTool] | None, choice: AnyChoice, 
 def response_tools(
     tools: Sequence[ResponseTool | OtherTool] | None, choice: AnyChoice, *, parallel: bool | None
 ) -> Tools:
-    """The functions of a response."""
     functions = {index: tool for index, tool in enumerate(tools or ()) if isinstance(tool, ResponseTool)}
     return tools_of(functions, (), choice, parallel=parallel is not False)
 
 
 def tools_of(functions: Mapping[int, Function], place: FieldPath, choice: AnyChoice, *, parallel: bool) -> Tools:
-    """The functions of a request, by their place in ``tools``, and what it says about calls of them."""
+    """Functions by their place in ``tools``, and what the request says about calls of them."""
     known: dict[str, int] = {}
     for index, function in functions.items():
         if (first := known.setdefault(function.name, index)) != index:
@@ -309,7 +299,7 @@ def tools_of(functions: Mapping[int, Function], place: FieldPath, choice: AnyCho
 
 
 def _names_in(choice: NamingChoice | ChatAllowed) -> dict[FieldPath, str]:
-    """By field in a choice the functions that it names."""
+    """The functions that a choice names, by field."""
     if isinstance(choice, ChatToolChoice):
         return {("function", "name"): choice.function.name}
     if isinstance(choice, ResponseToolChoice):
@@ -371,7 +361,7 @@ class CallItem(Body):
 
 
 def template_call(call_id: str | None, name: str, arguments: str) -> Json:
-    """A call as chat templates take it in an assistant's message: with an object, or else the text of the arguments."""
+    """As chat templates take it: with an object, or else the text of the arguments."""
     values = arguments_of(arguments)
     function = {"name": name, "arguments": arguments if values is None else values}
     return {"type": "function", "function": function, **({} if call_id is None else {"id": call_id})}
@@ -385,12 +375,8 @@ def new_call_id() -> str:
 
 
 class Calls:
-    """The calls of one answer, as chat completions have them, and what it says beside them.
-
-    Args:
-        tools: what the answer may call.
-        thinking: how the model thinks before it answers; None: that is not told apart.
-    """
+    """The calls of one answer in the form of chat completions, and the text beside them. ``thinking`` None: in the
+    text."""
 
     def __init__(self, tools: Tools, thinking: Thinking | None = None):
         self._reasoning = None if thinking is None else ReasoningReader(thinking)
@@ -398,22 +384,16 @@ class Calls:
         self._ids: list[str] = []
         """Of the calls that have been sent."""
         self._num_sent = 0
-        """Pieces of the arguments of the last of these that have been sent."""
+        """Pieces of the last one's arguments that have been sent."""
 
     @property
     def has_thought(self) -> bool:
-        """Whether the model has thought, and answers now."""
         reader = self._reasoning
         return reader is not None and reader.has_thought and reader.begin is not None
 
     def push(self, text: str, *, is_final: bool) -> tuple[str, str, list[Json]]:
-        """What is new: of the reasoning, of the text beside calls, and of calls. A call's first piece has its name, and
-        the others pieces of its arguments.
-
-        Args:
-            text: of the model, so far.
-            is_final: nothing follows.
-        """
+        """What is new in ``text``, all so far: reasoning, text beside calls, and calls. A call's first piece has its
+        name, the others pieces of its arguments."""
         reasoning, begin = "", 0
         if self._reasoning is not None:
             reasoning = self._reasoning.push(text, is_final=is_final)
@@ -432,14 +412,12 @@ class Calls:
         return reasoning, new, pieces
 
     def whole(self) -> list[Json]:
-        """All calls so far."""
         return [
             {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call_id, call in zip(self._ids, self._reader.calls, strict=True)
         ]
 
     def is_complete(self, index: int) -> bool:
-        """Whether a call has all of its arguments."""
         return self._reader.calls[index].is_complete
 
     def finish_reason(self, output: GenerationOutput) -> str:

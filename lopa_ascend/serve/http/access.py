@@ -26,7 +26,7 @@ logger = logging.getLogger("uvicorn.error")
 request_logger = logging.getLogger("lopa_ascend.requests")
 
 OPEN_ROUTES = ("/health", "/ready", "/version")
-"""Answered without a key, and whatever Host a request names: load balancers have no key, and use names of their own."""
+"""Answered without a key, and for any Host: load balancers have no key, and names of their own."""
 PAGE = re.compile("/|/view/[^/]+")
 """Routes of the live view, answered without a key: a browser that opens an address has none."""
 SHORT_BODY = 2**16
@@ -34,17 +34,14 @@ SHORT_BODY = 2**16
 PORT = re.compile(r":\d*$")
 VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 READS = ("GET", "HEAD", "OPTIONS")
-"""Methods that change nothing."""
 NOT_FRAMED = "frame-ancestors 'none'"
-"""The content policy of answers without one: no web page may show them in a frame, and so catch clicks."""
+"""The content policy of answers without one: no page may show them in a frame, and so catch clicks."""
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-"""Names of this machine that a request for it may have in its header Host."""
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-"""Origins of web pages that come from this machine."""
 
 
 def request_id(scope: Scope) -> str:
-    """The id of an HTTP request: the client's X-Request-Id if that is valid, else a random one."""
+    """The client's X-Request-Id if that is valid, else a random one."""
     return str(scope["state"]["request_id"])
 
 
@@ -53,7 +50,7 @@ def log_line(**values: Any) -> None:
 
 
 def set_up_request_log() -> None:
-    """Sends the log of requests to stderr. By default the root logger would drop it."""
+    """The log goes to stderr; by default the root logger would drop it."""
     if not request_logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -64,13 +61,7 @@ def set_up_request_log() -> None:
 
 class Access:
     """ASGI middleware that gives every request an id, checks its key and host, tidies its path, and answers unexpected
-    exceptions.
-
-    Args:
-        app: the application behind it.
-        api_key: None: no key is needed.
-        hosts: names in the header Host that are answered, without ports; None: any.
-    """
+    exceptions. ``hosts`` may stand in the header Host, without ports; None: any."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, hosts: Collection[str] | None = None):
         self._app = app
@@ -114,7 +105,6 @@ class Access:
                 await answer(scope, receive, send_with_id)
 
     def _refusal(self, route: str, method: str, headers: Headers) -> ApiError | None:
-        """What refuses a request that may not reach the application."""
         if route in OPEN_ROUTES:
             return None
         wrong_key = None if PAGE.fullmatch(route) else self._wrong_key(headers)
@@ -122,11 +112,8 @@ class Access:
         return self._wrong_host(headers) or wrong_key or unasked or _wrong_encoding(headers)
 
     def _wrong_host(self, headers: Headers) -> ApiError | None:
-        """The refusal of a request whose header Host names another machine.
-
-        It protects from DNS rebinding: a web page lets its own domain name resolve to this machine. Then the browser
-        takes page and server for one origin, and lets the page read every answer.
-        """
+        """Against DNS rebinding: a web page lets its own domain name resolve to this machine. Then the browser takes
+        page and server for one origin, and lets the page read every answer."""
         host = PORT.sub("", headers.get("host", ""))
         if self._hosts is None or not host or host.lower() in self._hosts:
             return None
@@ -137,7 +124,6 @@ class Access:
         return ApiError(HTTPStatus.FORBIDDEN, message, code="invalid_host", headers=_closing(headers))
 
     def _wrong_key(self, headers: Headers) -> ApiError | None:
-        """The refusal of a request without the key."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         sent = [*headers.getlist("x-api-key"), *([key] if scheme.lower() == "bearer" else [])]
         # A bare strip() would take 0xA0 and 0x85 too, which end characters.
@@ -150,7 +136,7 @@ class Access:
 
 
 def _unasked(headers: Headers) -> ApiError | None:
-    """The refusal of a web page's request that its browser has sent without asking, whatever the page's origin.
+    """Refuses a web page's request that its browser has sent without asking, whatever the page's origin.
 
     For JSON alone a browser first asks ``allow_origins``. It names the origin in each request that is no read.
     """
@@ -164,7 +150,6 @@ def _unasked(headers: Headers) -> ApiError | None:
 
 
 def _wrong_encoding(headers: Headers) -> ApiError | None:
-    """The refusal of a request with a compressed body."""
     encodings = {part.strip().lower() for part in ",".join(headers.getlist("content-encoding")).split(",")}
     if encodings <= {"", "identity"}:
         return None
@@ -176,22 +161,17 @@ def _wrong_encoding(headers: Headers) -> ApiError | None:
 
 
 def _closing(headers: Headers) -> Mapping[str, str]:
-    """The headers that end a connection, for the answer to a request whose body is not read, unless that is short."""
+    """Headers that end the connection after an answer that leaves the body unread, unless that is short."""
     length = headers.get("content-length", "0")
     is_short = "transfer-encoding" not in headers and length.isdecimal() and int(length) <= SHORT_BODY
     return {} if is_short else CLOSE
 
 
 def hosts_of(config: ServeConfig, address: str) -> frozenset[str] | None:
-    """The names that the header Host of a request may have, in lower case; None for any.
+    """The names that the header Host may have, in lower case; None for any.
 
-    They are checked only where nothing else keeps strangers out: on a server that listens on this machine alone and has
-    no key. No web page can reach a Unix socket.
-
-    Args:
-        config: how the server was started.
-        address: the numeric IP address at which the server listens. ``config.host`` may be a name, or a short form such
-            as 127.1.
+    They are checked if nothing else keeps strangers out: on a server without a key that listens on this machine alone.
+    No web page reaches a Unix socket. ``address`` is numeric, where ``config.host`` may be a name.
     """
     if config.uds is not None or config.api_key is not None or "*" in config.allowed_origins:
         return None
@@ -204,14 +184,13 @@ def hosts_of(config: ServeConfig, address: str) -> frozenset[str] | None:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether only this machine can reach a numeric IP address."""
     parsed = ip_address(address)
     mapped = parsed.ipv4_mapped if isinstance(parsed, IPv6Address) else None
     return (mapped or parsed).is_loopback
 
 
 def allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
-    """Lets browsers give answers to web pages from these origins; without any, to pages from this machine.
+    """Lets browsers give answers to pages from these origins; without any, to pages from this machine.
 
     Added last, so it is the outermost middleware: a browser's preflight request carries no API key.
     """

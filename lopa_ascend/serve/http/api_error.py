@@ -19,12 +19,11 @@ from lopa_ascend.config import ContextLengthError, ParameterError
 MAX_TEXT = 1000
 """Most characters of a message or of the name of a field. Both quote bodies, which can be megabytes long."""
 CLIENT_CLOSED_REQUEST = 499
-"""Status for the log where the client has closed the connection."""
+"""Status in the log if the client has closed the connection."""
 RETRY_AFTER = 1
-"""Seconds after which a client that got a 503 may send its request again."""
+"""Seconds after which a client that got a 503 may try again."""
 
 CLOSE = {"Connection": "close"}
-"""Headers that end the connection."""
 
 TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -34,7 +33,6 @@ TYPES = {
 }
 """``type`` by status. For other statuses it is "invalid_request_error" (4xx) or "server_error" (5xx)."""
 MESSAGES = "/v1/messages"
-"""Where Anthropic's API begins."""
 MESSAGES_TYPES = {
     **TYPES,
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -72,20 +70,12 @@ class MessagesErrorBody(BaseModel):
 
 
 def error_body(route: str) -> type[ErrorBody | MessagesErrorBody]:
-    """The form of a route's errors."""
     return MessagesErrorBody if route == MESSAGES or route.startswith(f"{MESSAGES}/") else ErrorBody
 
 
 class ApiError(Exception):
-    """An answer with an error.
-
-    Args:
-        status: HTTP status.
-        message: what is wrong, what is allowed, and what to do.
-        param: the field of the body that is wrong; None if it is no single field.
-        code: the kind of error, for programs.
-        headers: further headers of the answer.
-    """
+    """An answer with an error. ``message`` says what is wrong, what is allowed and what to do; ``param`` is the wrong
+    field, if it is one; ``code`` names the kind for programs."""
 
     def __init__(
         self,
@@ -101,7 +91,6 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The answer's JSON in OpenAI's form."""
         other = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
         error_type = TYPES.get(HTTPStatus(self.status), other)
         param = None if self.param is None else _shortened(self.param)
@@ -109,7 +98,6 @@ class ApiError(Exception):
         return ErrorBody(error=detail).model_dump()
 
     def messages_body(self, request_id: str | None = None) -> dict[str, Any]:
-        """The answer's JSON in Anthropic's form."""
         other = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
         error_type = MESSAGES_TYPES.get(HTTPStatus(self.status), other)
         code = MessagesErrorCode(error_code=self.code)
@@ -119,7 +107,7 @@ class ApiError(Exception):
         return MessagesErrorBody(error=detail, request_id=request_id).model_dump()
 
     def response(self, scope: Scope) -> JSONResponse:
-        """The answer to a request, whose route decides the form."""
+        """The answer to a request; its route decides the form."""
         route = scope["path"].removeprefix(scope.get("root_path", ""))
         is_of_messages = error_body(route) is MessagesErrorBody
         body = self.messages_body(scope["state"]["request_id"]) if is_of_messages else self.body()
@@ -131,7 +119,6 @@ def _shortened(text: str) -> str:
 
 
 def unavailable(message: str, code: str = "service_unavailable") -> ApiError:
-    """A 503 that says when to send the request again."""
     headers = {"Retry-After": str(RETRY_AFTER)}
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code=code, headers=headers)
 
@@ -158,7 +145,7 @@ def _on_disconnect(_: Request, __: Exception) -> Response:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Adds a handler for each exception that routes are meant to raise. Others are bugs, which ``Access`` answers."""
+    """Adds a handler for each exception that routes raise on purpose. Others are bugs, which ``Access`` answers."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(ParameterError, _on_parameter_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

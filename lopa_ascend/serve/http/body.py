@@ -28,8 +28,8 @@ from lopa_ascend.serve.http.encoding import Json
 BODY_TIMEOUT = 60.0
 """Most seconds in which a body must arrive."""
 MAX_READ_FACTOR = 8
-"""A body that is too large is read and thrown away up to this many times the limit, because clients look for the answer
-only after they have sent everything. Beyond that the connection is closed."""
+"""A body that is too large is read and thrown away up to so many times the limit: clients look for the answer only
+after they have sent everything. Beyond that the connection is closed."""
 THREADS = 4
 """Bodies that are parsed and tokenized at the same time."""
 MAX_WAITING = 64
@@ -37,14 +37,14 @@ MAX_WAITING = 64
 MAX_DEPTH = 40
 """Most levels of nested objects and lists. Schemas of nested objects have two for each of these, and three in front."""
 MAX_SHOWN = 100
-"""Most characters of a field's name that is compared with the known ones."""
+"""A longer name of a field is not compared with the known ones."""
 WITHOUT_EFFECT = "Taken, and without effect."
 NOT_SUPPORTED = "Not supported: taken only with a value that changes nothing."
 EMPTY: tuple[Any, ...] = ("", [], {})
-"""Values with which, as with null, a field that this server does not act on asks for nothing."""
+"""A field that this server does not act on asks for nothing with these values, and with null."""
 
 HarmlessValues = Mapping[str, tuple[Any, ...]]
-"""Fields that this server does not act on, each with the values besides null and ``EMPTY`` that change nothing."""
+"""Fields that this server does not act on, with the values that change nothing, besides null and ``EMPTY``."""
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -107,7 +107,7 @@ def _note_ignored(name: str, why: str) -> None:
 
 
 def unsupported(name: str, message: str, instead: str | None = None) -> PydanticCustomError:
-    """The refusal of an object's field ``name``, for validators: what is wrong, and what to do instead."""
+    """For validators: the refusal of a field, and what to do instead."""
     hint = f". Instead, {instead}" if instead else ""
     return PydanticCustomError("unsupported", "{name} {message}", {"name": name, "message": message + hint})
 
@@ -117,7 +117,7 @@ def _set_fields(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _are_equal_in_json(a: object, b: object) -> bool:
-    """Whether two values are equal; false is not 0, as it is in Python."""
+    """false is not 0, as it is in Python."""
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
@@ -125,7 +125,7 @@ def _are_equal_in_json(a: object, b: object) -> bool:
 
 
 class Intake:
-    """Takes in the bodies of all requests. They hold at most ``max_body_size`` bytes for each connection."""
+    """Takes in bodies, which hold at most ``max_body_size`` bytes for each connection."""
 
     def __init__(self, max_body_size: int):
         self._max_body_size = max_body_size
@@ -133,12 +133,11 @@ class Intake:
         self._turns = threading.Semaphore(THREADS)
 
     async def take(self, request: Request, work: Callable[[bytes], R]) -> R:
-        """What ``work`` makes of the body of a request, in a thread, so that the event loop goes on.
+        """What ``work`` makes of a body, in a thread.
 
         Raises:
             ApiError: 400, the content type is not JSON; 408, the client is too slow; 413, the body is too large.
             ClientDisconnect: the client closed the connection.
-            Exception: what ``work`` raises.
         """
         content_length = request.headers.get("content-length", "0")
         size = int(content_length) if content_length.isdecimal() else 0
@@ -162,8 +161,8 @@ class Intake:
             return work(content)
 
     async def _read(self, request: Request, body: bytearray) -> int:
-        """Appends what arrives to ``body``, which stays empty if it is too large, and returns how many bytes have
-        arrived: at the end, or when they are far too many."""
+        """Appends what arrives to ``body``, or empties that if it is too large. Returns the bytes that have arrived, at
+        the end or when they are far too many."""
         size = 0
         async for piece in request.stream():
             size += len(piece)
@@ -198,11 +197,7 @@ def check_json(headers: Headers) -> None:
 
 
 def read_body(model: type[B], raw: bytes) -> B:
-    """The fields of a body, at every depth by the rules that the models declare.
-
-    Raises:
-        ApiError: 400, and which field is wrong.
-    """
+    """The fields of a body, at every depth by the rules of the models. Raises ApiError, 400, which names the field."""
     try:
         return model.model_validate(_decoded(raw))
     except ValidationError as error:
@@ -240,7 +235,7 @@ def _finite_number(text: str) -> float:
 
 
 def _check_strings(value: object, param: str | None, depth: int = 0) -> None:
-    """Refuses strings that are not text, and deep nesting. ``param`` is the field of the body that holds the value."""
+    """Refuses strings that are not text, and deep nesting. The value stands in the field ``param``."""
     if depth > MAX_DEPTH:
         raise _bad(f"nested more than {MAX_DEPTH} levels deep", param, code="invalid_json")
     if isinstance(value, str) and not _is_text(value):
@@ -257,7 +252,6 @@ def _check_strings(value: object, param: str | None, depth: int = 0) -> None:
 
 
 def _is_text(value: str) -> bool:
-    """Whether a string can be written as UTF-8 and has no NUL character."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -266,7 +260,6 @@ def _is_text(value: str) -> bool:
 
 
 def _closest(errors: list[ErrorDetails]) -> ErrorDetails:
-    """The error that explains a refusal best."""
     for kind in ("unsupported", "extra_forbidden"):  # a misspelt name explains why another field is missing
         for error in errors:
             if error["type"] == kind:
@@ -278,7 +271,7 @@ def _closest(errors: list[ErrorDetails]) -> ErrorDetails:
 
 
 def _explain(error: ErrorDetails, model: type[Body]) -> ApiError:
-    """pydantic's error in our words, with the name of the field as clients know it."""
+    """pydantic's error in our words, with the field's name as clients know it."""
     # In a field of several types the location also names the type, e.g. ("content", "str"); but it begins with a field,
     # and ends with an unknown one.
     location = error["loc"]
@@ -307,7 +300,6 @@ def _explain(error: ErrorDetails, model: type[Body]) -> ApiError:
 
 
 def _hint(name: str, model: type[Body]) -> str:
-    """What may be meant by an unknown field."""
     if name in model.instead:
         return f". Instead, {model.instead[name]}"
     # A comparison with megabytes takes seconds.

@@ -8,7 +8,6 @@ import re
 import resource
 import time
 from http import HTTPStatus
-from typing import NoReturn
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -20,12 +19,7 @@ HEAD_TIMEOUT = 10.0
 STALL_TIMEOUT = 60.0
 """Most seconds for which a part of an answer, of 64 KiB at most, waits for a client that does not read."""
 MAX_HEAD = 2**16
-"""Most bytes of a head."""
-MAX_FRAMING = 2**16
-"""Most bytes of a message that are not its body, such as the sizes of its chunks, beside a quarter of the body."""
-CHUNK_FRAMING = 5
-"""Least bytes that a chunk has beside its content."""
-WORDY = "The body comes in too many small chunks."
+"""Most bytes of a head, of the fields after a body, or of what extends one chunk."""
 LONG_HEAD = "The head of the request is too long."
 HEADER_FRAMING = len(": \r\n")
 """Bytes of a field of a head beside its name and value."""
@@ -33,9 +27,8 @@ UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 SPARE_CONNECTIONS = 1024
 """Connections beside those of the requests that may wait."""
 MAX_WARNINGS = 1000
-"""Most warnings that are remembered."""
 WARNING_INTERVAL = 60.0
-"""Least seconds between two log lines that say the same."""
+"""Least seconds between equal log lines."""
 
 NO_FILE_LEFT = "socket.accept() out of system resource"
 """The beginning of what asyncio logs, with a traceback, if no file is left for a connection."""
@@ -44,7 +37,7 @@ REFUSAL = "HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection, which ends if no request comes, its head is too long, or nobody reads the answer.
+    """Ends if no request comes, its head is too long, or nobody reads the answer.
 
     Beyond ``limit_concurrency`` connections uvicorn answers 503; beyond twice as many they are closed at once.
     """
@@ -52,11 +45,7 @@ class Connection(HttpToolsProtocol):
     _is_in_message = False
     """The head of a request has come, and not yet all of its body."""
     _head_size = 0
-    """Bytes of the head that is awaited."""
-    _body_size = _num_pieces = _framing = 0
-    """Of the message's body, so far: bytes, pieces that the parser gave, bytes beside it such as sizes of chunks."""
-    _stopped_by = ""
-    """Why the parser was stopped."""
+    """Bytes since the last head, or since some of a body came."""
     _head_timer: asyncio.TimerHandle | None = None
     """Runs while the client must send something."""
     _stall_timer: asyncio.TimerHandle | None = None
@@ -65,6 +54,8 @@ class Connection(HttpToolsProtocol):
     # uvicorn narrows the transport's type, as no other kind reaches it.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._pieces: list[bytes] = []
+        """What the parser has found of a body."""
         # So pause_writing is called whenever anything has to wait. With 0 asyncio's TLS pauses when nothing waits, too.
         transport.set_write_buffer_limits(high=1)
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT, transport.abort)
@@ -77,24 +68,21 @@ class Connection(HttpToolsProtocol):
             # The parser takes what follows an Upgrade for another protocol, and so it would lose the body.
             head, end, rest = data.partition(b"\r\n\r\n")
             data = UPGRADE.sub(b"", head) + end + rest
-        else:
-            self._framing += len(data)
+        self._head_size += len(data)
         super().data_received(data)
-        if self._is_in_message and self._framing > self._most_framing() and not self.transport.is_closing():
-            self.send_400_response(WORDY)
+        self._pass_on()
+        if self._head_size > MAX_HEAD:
+            self.send_400_response(LONG_HEAD)
         if self.cycle is not None and not self.cycle.response_complete:
             _stop(self._head_timer)
-            self._head_timer, self._head_size = None, 0
-            return
-        if self._head_timer is None:
+            self._head_timer = None
+        elif self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self.transport.abort)
-        self._head_size += 0 if self._is_in_message else len(data)
-        if self._head_size > MAX_HEAD and not self.transport.is_closing():
-            self.send_400_response(LONG_HEAD)
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP, unless it follows an answer: the rest of a body that was answered early."""
-        msg = self._stopped_by or msg
+        if self.transport.is_closing():
+            return
         status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if msg is LONG_HEAD else HTTPStatus.BAD_REQUEST
         if not (self._is_in_message and self.cycle.response_started):
             body = encode(ApiError(status, msg, code="invalid_headers").body())
@@ -107,27 +95,23 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if len(self.url) + sum(len(name) + len(value) + HEADER_FRAMING for name, value in self.headers) > MAX_HEAD:
-            self._stop_parser(LONG_HEAD)  # it came in one piece
-        self._is_in_message = True
-        self._body_size = self._num_pieces = self._framing = 0
+            self.send_400_response(LONG_HEAD)
+            raise ValueError(LONG_HEAD)  # it came in one piece, so the parser must stop
+        self._is_in_message, self._head_size = True, 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._framing -= len(body)
-        self._body_size += len(body)
-        self._num_pieces += 1
-        if CHUNK_FRAMING * self._num_pieces > self._most_framing():
-            self._stop_parser(WORDY)
-        super().on_body(body)
+        self._pieces.append(body)
 
-    def _stop_parser(self, reason: str) -> NoReturn:
-        self._stopped_by = reason
-        raise ValueError(reason)
-
-    def _most_framing(self) -> int:
-        return MAX_FRAMING + self._body_size // 4
+    def _pass_on(self) -> None:
+        """uvicorn copies all of a body that waits for each piece, and 256 KiB can come in 40,000 chunks at once."""
+        if self._pieces:
+            super().on_body(b"".join(self._pieces))
+            self._pieces.clear()
+            self._head_size = 0
 
     def on_message_complete(self) -> None:
+        self._pass_on()
         self._is_in_message = False
         _stop(self._head_timer)  # of the rest of a body after its answer
         self._head_timer = None
@@ -153,11 +137,7 @@ def _stop(timer: asyncio.TimerHandle | None) -> None:
 
 
 def connection_limit(max_waiting: int) -> int:
-    """Most connections that are answered. Raises the limit of open files as far as the system allows.
-
-    Args:
-        max_waiting: requests that may wait.
-    """
+    """Most connections that are answered. Raises the limit of open files as far as the system allows."""
     _, num_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
@@ -171,7 +151,7 @@ class RareWarnings(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._last: dict[str, float] = {}
-        """When each warning was last logged, by its text."""
+        """By text: when a warning was last logged."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text, now = record.getMessage().partition("\n")[0], time.monotonic()

@@ -18,17 +18,17 @@ from lopa_ascend.types import GenerationOutput, Progress, Update
 Json = dict[str, Any]
 
 ENDS_OF_LINES = {character.encode(): rf"\u{ord(character):04x}".encode() for character in "\u0085\u2028\u2029"}
-"""Characters that JSON allows in strings, but that many clients take for ends of lines, and their escapes."""
+"""Characters that JSON strings may have, but many clients take for ends of lines; and their escapes."""
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Neither caches nor nginx, which keeps the beginning of an answer by default, may hold a stream back."""
+"""No cache may hold a stream back, nor nginx, which keeps the beginning of an answer by default."""
 
 encode = msgspec.json.Encoder().encode
 """The JSON of a value, in UTF-8. Numbers that are not finite become null."""
 
 
 def as_line(value: Json) -> bytes:
-    """The JSON of a value, which every client takes for one line."""
+    """JSON that every client takes for one line."""
     line = encode(value)
     for character, escape in ENDS_OF_LINES.items():
         line = line.replace(character, escape)
@@ -36,8 +36,8 @@ def as_line(value: Json) -> bytes:
 
 
 def pieces(answer: Json) -> Iterator[bytes]:
-    """The JSON of an answer, piece by piece. Its values that are iterators become lists, of which each item is a piece;
-    values inside them may not be iterators."""
+    """The JSON of an answer, piece by piece. A value that is an iterator becomes a list, and each item a piece; no
+    iterators lie inside the items."""
     yield b"{"
     before = b""
     for name, value in answer.items():
@@ -59,13 +59,11 @@ def _list(items: Iterator[Any]) -> Iterator[bytes]:
 
 
 class Writer(ABC):
-    """Writes the answer to one request, whole or as the events of a stream. The form of its events is that of
-    completions, unless a subclass has another."""
+    """Writes the answer to one request, whole or as events, in the form of completions unless a subclass has
+    another."""
 
     id: str
-    """Id of the answer."""
     media_type: str = "text/event-stream"
-    """Of the stream."""
     comment: bytes = b": keep-alive\n\n"
     """What readers of the stream skip."""
     end: bytes = b"data: [DONE]\n\n"
@@ -73,8 +71,8 @@ class Writer(ABC):
 
     @abstractmethod
     def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """The answer, from the output of each choice, if it is not streamed. A value may be an iterator, which is
-        sent as a list."""
+        """The answer that is not streamed, from the output of each choice. A value that is an iterator is sent as a
+        list."""
 
     @abstractmethod
     def opening(self) -> list[Json]:
@@ -85,7 +83,6 @@ class Writer(ABC):
         """Events for one update of the choice ``index``; none if nothing new is final."""
 
     def closing(self) -> list[Json]:
-        """Events after the last update."""
         return []
 
     def failure(self, error: ApiError) -> list[Json]:
@@ -93,13 +90,10 @@ class Writer(ABC):
         return [error.body()]
 
     def frame(self, event: Json) -> bytes:
-        """An event as it is sent."""
         return b"data: " + as_line(event) + b"\n\n"
 
 
 class WholeWriter(Writer):
-    """Writes answers that are never streamed."""
-
     def opening(self) -> list[Json]:
         raise NotImplementedError("such answers are not streamed")
 

@@ -23,23 +23,22 @@ from lopa_ascend.serve.http.api_error import error_body
 TEXT_WITHOUT_NUL = r"^[^\u0000]*$"
 SCHEMAS = "#/components/schemas/{model}"
 READING = (400, 408, 413, 415, 503)
-"""Statuses of errors with the body of any request."""
+"""Statuses of errors that any request with a body can get."""
 
 
 def events(description: str) -> dict[str, Any]:
-    """The content of an answer that is a stream of events."""
     data = {"type": "string", "description": description}
     event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     return {"text/event-stream": {"schema": event}}
 
 
 def errors(*statuses: int, route: str = "") -> dict[int | str, dict[str, Any]]:
-    """The errors that a route may answer with, for its ``responses``. Its path is needed if that decides their form."""
+    """The errors of a route, for ``responses``. Its path decides their form."""
     return {status: {"model": error_body(route)} for status in statuses}
 
 
 def body_of(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
-    """The body that a route takes, for its ``openapi_extra``."""
+    """For ``openapi_extra``."""
     schema = {"$ref": SCHEMAS.format(model=model.__name__)}
     return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
 
@@ -52,15 +51,8 @@ def document(
     *,
     with_key: bool,
 ) -> None:
-    """Makes ``app.openapi`` return the complete document.
-
-    Args:
-        app: the application with all its routes.
-        bodies: what the routes take.
-        parts: schemas of events, which descriptions name.
-        limits: what the served model can take.
-        with_key: requests need a key.
-    """
+    """Makes ``app.openapi`` return the complete document, with the bodies of routes, schemas of events (``parts``), the
+    limits of the model and, ``with_key``, the API key."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -87,7 +79,6 @@ def _definitions(models: Sequence[type[BaseModel]], mode: JsonSchemaMode) -> dic
 
 
 def _limit_values(properties: dict[str, Any], limits: Limits) -> None:
-    """Adds the largest values that the served model can take."""
     parameters = DecodingParams.parameters()
     for name, maximum in limits.maxima().items():
         for field in properties.keys() & {name, *parameters[name].aliases}:
@@ -97,7 +88,6 @@ def _limit_values(properties: dict[str, Any], limits: Limits) -> None:
 
 
 def _limit_token_ids(schema: Any, maximum: int) -> None:
-    """Limits every integer in the schema of a field with token ids."""
     if isinstance(schema, dict):
         if schema.get("type") == "integer":
             schema["maximum"] = maximum
@@ -109,7 +99,7 @@ def _limit_token_ids(schema: Any, maximum: int) -> None:
 
 
 def _refuse_nul(schema: Any) -> None:
-    """Makes every string of a schema refuse NUL characters, as ``http.body`` does."""
+    """Strings refuse NUL characters, as ``http.body`` does."""
     if isinstance(schema, dict):
         if schema.get("type") == "string" and not schema.keys() & {"enum", "const"}:
             schema["pattern"] = TEXT_WITHOUT_NUL
@@ -121,7 +111,7 @@ def _refuse_nul(schema: Any) -> None:
 
 
 def _finish_operations(schema: dict[str, Any], with_key: bool) -> None:
-    """Removes FastAPI's 422 from every route; adds the API key and its 401 where a key is needed."""
+    """Removes FastAPI's 422 from every route; adds the API key and its 401."""
     if with_key:
         own_header = {"type": "apiKey", "in": "header", "name": "x-api-key"}
         schemes = {"key": {"type": "http", "scheme": "bearer"}, "x-api-key": own_header}

@@ -32,7 +32,6 @@ from lopa_ascend.types import EngineStats, TokenRun, Update
 logger = logging.getLogger("uvicorn.error")
 
 Observer = Callable[[Stepped], None]
-"""Called with each message from the engine."""
 LAST_PROFILE_TIME = 60.0
 """Most seconds in which a profile must be written when the server ends."""
 MAX_ATTEMPTS = 3
@@ -40,7 +39,7 @@ MAX_ATTEMPTS = 3
 
 
 class EngineLink(Protocol):
-    """The way to one engine, or to several engines that share the choices among them."""
+    """The way to one engine, or to several that share the choices."""
 
     def send(self, message: ToEngine) -> None:
         """Queues a message."""
@@ -49,7 +48,7 @@ class EngineLink(Protocol):
         """The next message."""
 
     async def wait(self) -> None:
-        """Waits until the engine has ended."""
+        """Until the engine has ended."""
 
     @property
     def ending(self) -> str | None:
@@ -64,60 +63,50 @@ class EngineLink(Protocol):
 
 @dataclass
 class _Unfinished:
-    """A choice that the engine has not finished."""
-
     generation: Generation
     index: int
-    """Of the choice in its generation."""
+    """In its generation."""
     output: OutputStream
     last: Update | None = None
-    """The latest update of the choice; None while it waits."""
+    """None while it waits."""
     is_shown: bool = False
-    """Whether the client has been sent some of it."""
+    """The client has been sent some of it."""
     attempts: int = 1
 
     def aborted(self) -> Update:
-        """An update that ends the choice with the finish reason "abort" and has no new tokens."""
+        """Ends the choice with the finish reason "abort", without new tokens."""
         if self.last is None:
             return Update.without_step(self.generation.choices[self.index].request_id, "abort")
         return replace(self.last, tokens=TokenRun(), winner=None, record=None, finish_reason="abort")
 
 
 class EngineClient:
-    """The engine as the HTTP process sees it. Made by ``start`` or ``connect``; ``close`` must follow.
-
-    Args:
-        engine: the way to the engine.
-        ready: what the engine reported when its model was loaded.
-        prompts: turns texts and conversations into token ids; may be used in threads.
-        config: how the server was started.
-    """
+    """The engine as the HTTP process sees it. Made by ``connect``, ended by ``close``. Threads may use ``prompts``."""
 
     def __init__(self, engine: EngineLink, ready: Ready, prompts: Prompts, config: ServeConfig):
         self.ready, self.prompts, self.config = ready, prompts, config
         self.stats = EngineStats(0, 0, 0, 0, ready.limits.num_pages)
-        """The latest stats of the engine; of several, those that came last."""
+        """Of several engines, the stats that came last."""
         self.engines: dict[str, EngineStats] = {}
-        """The latest stats by name of the engine."""
+        """By name of the engine."""
         self.lost: Counter[tuple[str, str]] = Counter()
-        """Choices that lost their engine, by its name and by what became of them: "retried" or "failed"."""
+        """Choices that lost their engine, by its name and by outcome: "retried" or "failed"."""
         self.observers: list[Observer] = []
-        """Called for every message from the engine, which come after each step and about once a second when idle."""
+        """Called after each step, and about once a second when idle."""
         self.engine_died = asyncio.Event()
-        """Set once the engine has ended without having been told to."""
+        """Set if the engine ends without having been told to."""
         self._engine = engine
         self._choices: dict[str, _Unfinished] = {}
         """By the engine's request ids."""
         self.num_running = 0
-        """Choices that the engine has begun."""
         self._generations: dict[str, Generation] = {}
         self._profile_answers: asyncio.Queue[Profiled] = asyncio.Queue()
         self._profile_lock = asyncio.Lock()
         """Held until the engine has answered."""
         self._is_profiling = False
-        """Whether a profile was begun and not asked for since."""
+        """One was begun and not asked for since."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        """Timeouts of requests, by request id."""
+        """Timeouts, by request id."""
         self._idle = asyncio.Event()
         """Set while there is no generation."""
         self._idle.set()
@@ -126,24 +115,15 @@ class EngineClient:
         """How the engine has ended; None while it runs."""
         self._loop = asyncio.get_running_loop()
         self._last_message = self._loop.time()
-        """When the latest message came from the engine."""
+        """Time of the engine's latest message."""
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
     async def connect(
         cls, engine: EngineLink, ready: Ready, config: ServeConfig, chat_template: str | None
     ) -> EngineClient:
-        """The client of an engine that has been started; closes the engine if the tokenizer cannot be read.
-
-        Args:
-            engine: the way to the engine.
-            ready: what it has said of itself.
-            config: how the server was started.
-            chat_template: text of the chat template; None: the model's own.
-
-        Raises:
-            ValueError, OSError: the tokenizer cannot be read.
-        """
+        """The client of an engine that has started; ``chat_template`` None: the model's own. Raises ValueError or
+        OSError if the tokenizer cannot be read, and closes the engine."""
         try:
             client = cls(engine, ready, await asyncio.to_thread(_prompts, config, chat_template, ready), config)
         except BaseException:
@@ -156,7 +136,6 @@ class EngineClient:
 
     @property
     def num_waiting(self) -> int:
-        """Choices that wait until the engine has room for them."""
         return len(self._choices) - self.num_running
 
     @property
@@ -166,7 +145,6 @@ class EngineClient:
 
     @property
     def _num_seqs(self) -> int:
-        """Choices that all engines can run together."""
         return self.ready.limits.max_num_seqs * max(1, len(self.engines))
 
     def health(self) -> str | None:
@@ -185,13 +163,9 @@ class EngineClient:
     def submit(
         self, request_id: str, choices: Sequence[Request], *, trace: bool = False, streams: bool = False
     ) -> Generation:
-        """Hands choices to the engine; ``release`` must follow.
+        """Hands choices, which were checked against ``ready.limits``, to the engine; ``release`` must follow.
 
-        Args:
-            request_id: a new id.
-            choices: the choices, which were checked against ``ready.limits``.
-            trace: the updates carry a record of each forward pass.
-            streams: whether the client is sent each update.
+        With ``trace`` updates carry a record of each forward pass; ``streams``: the client is sent each update.
 
         Raises:
             ParameterError: there are more than ``capacity``, or ``request_id`` is in use.
@@ -229,12 +203,11 @@ class EngineClient:
         return output_stream(choice.prompt, choice.params, self.prompts.tokenizer, choice.gapped)
 
     def _generate(self, choice: Request) -> None:
-        """Hands a choice to the engine."""
         params = choice.params.with_valid(stop=())  # the engine knows no text
         self._engine.send(msgspec.structs.replace(choice, params=params))
 
     def release(self, generation: Generation) -> None:
-        """Ends the generation if it is still running, and forgets it."""
+        """Ends the generation if it still runs, and forgets it."""
         generation.ended = True
         self._end(generation)
         self._generations.pop(generation.request_id, None)
@@ -256,7 +229,7 @@ class EngineClient:
         return bool(ended)
 
     def _end(self, generation: Generation) -> list[_Unfinished]:
-        """Takes the unfinished choices of a generation out of the engine, and returns them."""
+        """Takes the unfinished choices of a generation out of the engine."""
         choice_ids = [choice.request_id for choice in generation.choices]
         unfinished = [choice_id for choice_id in choice_ids if choice_id in self._choices]
         if self._death is None:
@@ -273,7 +246,7 @@ class EngineClient:
     # ---- the engine ------------------------------------------------------------------------------------------------
 
     async def _watch_engine(self) -> None:
-        """Receives messages until the engine ends, and then ends all requests with an error."""
+        """Receives messages until the engine ends; then ends all requests with an error."""
         receive = asyncio.create_task(self._receive())
         death = asyncio.create_task(self._engine.wait())
         try:
@@ -332,7 +305,7 @@ class EngineClient:
         choice.generation.post(choice.index, update, choice.output.progress)
 
     def _lose(self, lost: Lost) -> None:
-        """Begins a choice again that has lost its engine, unless the client has been sent some of it."""
+        """Begins a choice that lost its engine again, unless the client has been sent some of it."""
         choice = self._choices.get(lost.request_id)
         if choice is None:
             return
@@ -352,15 +325,11 @@ class EngineClient:
     # ---- profiles --------------------------------------------------------------------------------------------------
 
     async def start_profile(self, name: str, ranks: list[int], delay_steps: int, num_steps: int) -> Profiled:
-        """Begins a profile; see ``StartProfile``.
-
-        Raises:
-            ApiError: 503, the engine is dead.
-        """
+        """Begins a profile; see ``StartProfile``. Raises ApiError, 503, if the engine is dead."""
         return await self._profile(StartProfile(name, ranks, delay_steps, num_steps))
 
     async def stop_profile(self) -> Profiled:
-        """Ends the profile, and waits until it is written. Raises as ``start_profile`` does."""
+        """Waits until the profile is written. Raises as ``start_profile`` does."""
         return await self._profile(StopProfile())
 
     async def _profile(self, asked: StartProfile | StopProfile) -> Profiled:
@@ -385,8 +354,7 @@ class EngineClient:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout: float) -> None:
-        """Refuses new requests; returns when all running ones are answered, or after ``timeout`` seconds, and a profile
-        that runs is written."""
+        """Refuses new requests. Returns when running ones and a profile are done, or after ``timeout`` seconds."""
         self._stopping = True
         idle = asyncio.create_task(self._idle.wait())
         await asyncio.wait({idle}, timeout=timeout)
@@ -402,11 +370,10 @@ class EngineClient:
             generation.fail(unavailable("the server is shutting down"))
 
     def kill(self) -> None:
-        """Ends the engine process at once."""
         self._engine.kill()
 
     async def close(self) -> None:
-        """Ends everything, and returns when the processes of the engine, of grammars and of chat templates are gone."""
+        """Returns when the processes of the engine, of grammars and of chat templates are gone."""
         self.stop()
         if self._watcher is not None:
             self._watcher.cancel()

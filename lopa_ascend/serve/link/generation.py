@@ -22,11 +22,9 @@ class Generation:
     """The running choices of one HTTP request. Updates that a slow reader has not read yet are merged.
 
     Args:
-        request_id: id of the request.
-        choices: what it asks for: ``n`` answers to each of its prompts.
-        trace: each forward pass stays an update of its own; a reader that leaves too many unread ends the generation.
-        take_out: called when the generation fails; takes its choices out of the engine.
-        streams: whether the reader passes each update on, so that nothing of it can be taken back.
+        trace: each forward pass stays an update of its own; too many unread ones end the generation.
+        take_out: takes the choices out of the engine when the generation fails.
+        streams: the reader passes each update on, so nothing of it can be taken back.
     """
 
     def __init__(
@@ -43,9 +41,8 @@ class Generation:
             for index, choice in enumerate(choices)
         ]
         self.ended = False
-        """Nothing will be added to the unread updates."""
         self.engines = [""] * len(choices)
-        """For each choice which of several engines has it, once an update has come."""
+        """Which of several engines has a choice, once an update has come."""
         self._take_out = take_out
         self._unread: dict[tuple[int, int], tuple[Update, Progress]] = {}
         """By index of the choice and, with ``trace``, number of the forward pass."""
@@ -55,14 +52,11 @@ class Generation:
         self._unfinished = len(choices)
 
     async def updates(self) -> AsyncIterator[tuple[int, Update, Progress]]:
-        """Reads the progress of all choices until each has its ``Progress.output``.
+        """Index of a choice, what a step did to it, and what of its text is final, until each has its
+        ``Progress.output``.
 
-        Yields:
-            The index of a choice, what a step did to the choice, and what of its text is final now.
-
-        Raises:
-            Exception: what was given to ``fail``. An ApiError is "engine_error" (500), "engine_dead" or
-                "service_unavailable" (503), or "timeout" (504).
+        Raises what was given to ``fail``. An ApiError is "engine_error" (500), "engine_dead" or "service_unavailable"
+        (503), or "timeout" (504).
         """
         remaining = len(self.choices)
         while remaining:
@@ -78,14 +72,13 @@ class Generation:
                 raise self._error
 
     def fail(self, error: Exception) -> None:
-        """Ends the generation. The reader of its progress gets the unread updates, and then this exception."""
+        """The reader gets the unread updates, and then this exception."""
         if not self.ended:
             self.ended, self._error = True, error
             self._take_out(self)
             self._news.set()
 
     def post(self, index: int, update: Update, progress: Progress) -> None:
-        """Adds what a step did to the choice ``index`` to the unread updates."""
         if self.trace and len(self._unread) >= MAX_UNREAD:
             self.fail(ApiError(HTTPStatus.SERVICE_UNAVAILABLE, SLOW_READER, code="slow_reader"))
             return

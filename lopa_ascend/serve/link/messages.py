@@ -26,22 +26,21 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     limits: Limits
     model_name: str
     dtype: str
-    """Number format of the weights in effect."""
+    """Of the weights in effect."""
     device: str
-    """The device in effect."""
     kv_cache_memory: int
     """Bytes of the KV pages of one rank."""
     seed: int
-    """Seed in effect, from which requests draw theirs."""
+    """From it requests draw theirs."""
     ranks: tuple[RankReport, ...]
-    """In the order of rank numbers."""
+    """By rank."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """The engine cannot start, and its process ends."""
 
     message: str
-    """Why, for the operator."""
+    """For the operator."""
 
 
 class Stepped(msgspec.Struct, tag=True, frozen=True):
@@ -51,14 +50,14 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
     """Empty in a heartbeat."""
     stats: EngineStats
     engine: str = ""
-    """Which of several engines has sent it; empty if there is one."""
+    """Which of several engines has sent it."""
 
 
 class Profiled(msgspec.Struct, tag=True, frozen=True):
     """The answer to ``StartProfile`` and to ``StopProfile``."""
 
     traces: list[str] = []
-    """What all ranks have written, below the configured folder."""
+    """Written by all ranks, below the configured folder."""
     refusal: str | None = None
     """Why no profile can begin, or end, now."""
     failures: list[str] = []
@@ -66,12 +65,12 @@ class Profiled(msgspec.Struct, tag=True, frozen=True):
 
 
 class Lost(msgspec.Struct, tag=True, frozen=True):
-    """An engine has ended while it generated a request; it is one of several."""
+    """One of several engines has ended while it generated a request."""
 
     request_id: str
     engine: str
     message: str
-    """What has happened, for the client."""
+    """For the client."""
 
 
 class Left(msgspec.Struct, tag=True, frozen=True):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEARTBEAT = 1000
-"""Milliseconds between messages while there is nothing to do."""
+"""Milliseconds between messages of an idle engine."""
 LAST_MESSAGE_TIMEOUT = 1000
 """Most milliseconds that the last message may take to be sent."""
 
@@ -68,7 +68,7 @@ def _load(socket: zmq.Socket[bytes]) -> Engine | None:
 
 
 def _handle(engine: Engine, message: ToEngine) -> list[Update]:
-    """Does what a message asks for. Returns an update only if the engine refuses a request."""
+    """Returns an update only if the engine refuses a request."""
     if isinstance(message, Request):
         try:
             engine.add(message)
@@ -81,7 +81,6 @@ def _handle(engine: Engine, message: ToEngine) -> list[Update]:
 
 
 def _profile(engine: Engine, message: StartProfile | StopProfile) -> Profiled:
-    """Begins or ends a profile."""
     try:
         if isinstance(message, StartProfile):
             engine.start_profile(message)
@@ -94,7 +93,6 @@ def _profile(engine: Engine, message: StartProfile | StopProfile) -> Profiled:
 
 
 def _serve(engine: Engine, socket: zmq.Socket[bytes]) -> None:
-    """Handles messages and makes steps until the process ends."""
     while True:
         timeout = 0 if engine.has_work() else HEARTBEAT
         updates: list[Update] = []
@@ -111,11 +109,7 @@ def _serve(engine: Engine, socket: zmq.Socket[bytes]) -> None:
 
 
 def run(endpoint: str) -> int:
-    """Serves until the process ends. Returns only if the engine cannot start: the exit status.
-
-    Args:
-        endpoint: zmq endpoint of the HTTP process.
-    """
+    """Serves at zmq's ``endpoint`` until the process ends. Returns an exit status only if the engine cannot start."""
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     for option in (zmq.SNDHWM, zmq.RCVHWM):

@@ -41,20 +41,20 @@ LAST_MESSAGE_TIMEOUT = 1.0
 
 
 class EngineFailed(Exception):
-    """The engine cannot start; the message is for the operator."""
+    """The message is for the operator."""
 
 
 class ChildProcess(subprocess.Popen[bytes]):
     """A rank's process that the event loop can wait for.
 
-    Popen alone reaps it, under its lock. asyncio's own processes are reaped by a watcher and also by ``kill``, which
-    looks whether they run; who comes second says "Unknown child process" on stderr and reports status 255.
+    Popen alone reaps it, under its lock. asyncio's own are reaped by a watcher and also by ``kill``, which looks
+    whether they run; who comes second says "Unknown child process" on stderr and reports status 255.
     """
 
     def __init__(self, start: RankProcess):
         super().__init__(start.command, stdin=subprocess.PIPE, start_new_session=True, env=start.environment)
         self.ended = asyncio.Event()
-        """The process has ended; ``returncode`` says how."""
+        """``returncode`` says how."""
         threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), name="child", daemon=True).start()
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -64,14 +64,13 @@ class ChildProcess(subprocess.Popen[bytes]):
 
 
 class EngineProcess:
-    """The running engine: its process, those of the other ranks that were started here, and the socket to it.
+    """The engine's process, other ranks started here, and the socket. It ends as soon as one of these processes does.
 
-    ``start`` makes one, and ``close`` must follow. The engine has ended as soon as one of its processes has.
+    ``start`` makes one, and ``close`` must follow.
     """
 
     def __init__(self, socket: zmq.asyncio.Socket):
         self._processes: list[ChildProcess] = []
-        """By rank."""
         self._socket = socket
 
     @classmethod
@@ -79,8 +78,7 @@ class EngineProcess:
         """Starts the engine and waits until it has loaded the model.
 
         Raises:
-            EngineFailed: the engine refuses the configuration, a process ended while the engine loaded, or the path of
-                the temporary directory is too long for a socket.
+            EngineFailed: it refuses its configuration, a process has ended, or the socket's path is too long.
             OSError: no process can be started.
         """
         if rank_in_environment() is None:
@@ -107,7 +105,7 @@ class EngineProcess:
             folder.close()
 
     def _start_processes(self, config: EngineConfig, endpoint: str) -> None:
-        """Starts the engine process, and the other ranks unless torchrun has started them."""
+        """Starts the other ranks too, unless torchrun has."""
         command = (sys.executable, "-m", "lopa_ascend.serve.link.process", endpoint)
         if config.world_size == 1 or rank_in_environment() is not None:
             starts = {0: RankProcess(command, dict(os.environ))}
@@ -117,7 +115,7 @@ class EngineProcess:
             self._processes.append(ChildProcess(start))
 
     async def _await_ready(self, timeout: float) -> Ready:
-        """Waits until the engine has loaded. A process may be stopped for ``timeout`` seconds."""
+        """A process may be stopped for ``timeout`` seconds."""
         receive = asyncio.create_task(self.receive())
         death = asyncio.create_task(self.wait())
         stop = asyncio.create_task(self._await_stop(timeout))
@@ -139,7 +137,7 @@ class EngineProcess:
         return message
 
     async def _await_stop(self, timeout: float) -> str:
-        """Waits until a process has been stopped for ``timeout`` seconds, and says which."""
+        """Returns which process has been stopped for ``timeout`` seconds."""
         stops, pids = StopWatch(timeout), {rank: process.pid for rank, process in enumerate(self._processes)}
         while (found := stops.check(pids)) is None:
             await asyncio.sleep(STOP_INTERVAL)
@@ -153,7 +151,6 @@ class EngineProcess:
         return decode_from_engine(await self._socket.recv())
 
     async def wait(self) -> None:
-        """Waits until one of the processes has ended."""
         waiting = [asyncio.create_task(process.ended.wait()) for process in self._processes]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -170,7 +167,6 @@ class EngineProcess:
         kill_running(self._processes)
 
     async def close(self) -> None:
-        """Ends the processes and waits until they are gone."""
         self.kill()
         for process in self._processes:
             await process.ended.wait()

@@ -32,30 +32,21 @@ from lopa_ascend.serve.replicas.transport import Replicas
 from lopa_ascend.serve.server import chat_template
 
 APP = "lopa"
-"""Name of the application on the cluster."""
 HEAD = "node:__internal_head__"
-"""A resource that only the head node of a cluster has."""
+"""A resource of the head node alone."""
 DRAIN_TIME = 3600.0
 """Most seconds that a replica which is scaled down or replaced goes on with what it has."""
 UPSCALE_DELAY, DOWNSCALE_DELAY = 10.0, 600.0
-"""Seconds that a queue, or idleness, must last before the number of replicas changes. A replica takes seconds to
-minutes to load; so one that is there stays for ten."""
+"""Seconds that a queue, or idleness, must last before replicas come or go: one loads for seconds to minutes."""
 START_ATTEMPTS = 2
-"""How often a replica may fail to start before the deployment fails."""
+"""Starts of a replica that may fail before the deployment fails."""
 STATS_PERIOD = 1.0
-"""Seconds between two reports of a replica."""
 
 
 @serve.ingress()
 class Ingress:
-    """The HTTP application, whose engines are deployments.
-
-    Args:
-        configs: how each model is served. The first one's settings of HTTP hold for all.
-        templates: the text of the chat template of each model; None: the model's own.
-        address: the numeric address at which Serve's proxies listen.
-        handles: the deployments of the models.
-    """
+    """The HTTP application, whose engines are deployments. The first model's settings of HTTP hold for all; ``address``
+    is the numeric one of Serve's proxies."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -76,22 +67,14 @@ class Ingress:
 
 
 def node_resources(device: str) -> list[float]:
-    """How much of a device's resource each node of the cluster has."""
+    """How much of a device's resource each node has."""
     resource = find_device(device).resource
     return [node["Resources"].get(resource, 0.0) for node in ray.nodes() if node["Alive"]]
 
 
 def application(configs: Sequence[ServeConfig], router: type[RequestRouter] = FewestTokens) -> serve.Application:
-    """The application for these models. Ray must have been connected to.
-
-    Args:
-        configs: how each model is served.
-        router: chooses the replica of each choice.
-
-    Raises:
-        ParameterError: a model cannot be placed, or two have the same name.
-        ValueError, OSError: a chat template cannot be read.
-    """
+    """The application for these models; Ray must be connected. ``router`` chooses the replica of each choice. Raises
+    ParameterError if a model cannot be placed, or two have one name; ValueError or OSError for a chat template."""
     names = [_name(config) for config in configs]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ParameterError("served_model_name", f"{sorted(twice)[0]!r} is the name of two models")
@@ -117,12 +100,8 @@ def application(configs: Sequence[ServeConfig], router: type[RequestRouter] = Fe
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """The application builder for `serve run` and Serve's configuration files.
-
-    Args:
-        args: flags and values as in the file of --config. ``models`` is a list of such mappings, one for each model,
-            which override what stands beside it.
-    """
+    """The builder for `serve run` and Serve's configuration files. ``args`` is as the file of --config; ``models`` is a
+    list of such mappings, which override what stands beside it."""
     common = dict(args)
     models = common.pop("models", [{}])
     configs = [config_of({**common, **model}, f"models[{index}]") for index, model in enumerate(models)]
@@ -130,13 +109,11 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def _name(config: ServeConfig) -> str:
-    """The name of a model's deployment."""
     name = config.served_model_name or model_name(config.engine)
     return re.sub(r"[^A-Za-z0-9._-]", "-", name)
 
 
 def _deployment(name: str, config: ServeConfig, router: type[RequestRouter]) -> serve.Application:
-    """The deployment of a model."""
     nodes, needs = node_resources(config.engine.device), find_device(config.engine.device).rank_needs(config.engine)
     if max(nodes, default=0) < config.engine.tensor_parallel_size * needs:
         nodes = [math.inf]  # nodes that are still to come should hold a replica each; Serve waits for them, and says so
@@ -159,7 +136,7 @@ def _deployment(name: str, config: ServeConfig, router: type[RequestRouter]) -> 
 
 
 def _number(config: ServeConfig, seqs: int) -> dict[str, Any]:
-    """How many replicas a deployment has: more while choices wait for a batch, up to ``max_replicas``."""
+    """More replicas while choices wait for a batch, up to ``max_replicas``."""
     assert config.replicas is not None
     if config.max_replicas is None:
         return {"num_replicas": config.replicas}

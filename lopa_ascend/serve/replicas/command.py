@@ -21,7 +21,7 @@ OBJECT_STORE = 2**28
 
 
 def run(config: ServeConfig) -> int:
-    """Serves until SIGINT or SIGTERM. Returns the exit status: 1 if it could not start."""
+    """Serves until SIGINT or SIGTERM. Returns 1 if it could not start."""
     try:
         listener = bind(config)  # before anything is started, so that a port in use shows at once
         check_tls(config)
@@ -54,7 +54,7 @@ def run(config: ServeConfig) -> int:
 
 
 def _connect() -> None:
-    """Joins the cluster that RAY_ADDRESS names, or starts a local one, which ends with this process."""
+    """Joins the cluster of RAY_ADDRESS, or starts a local one, which ends with this process."""
     if "RAY_ADDRESS" in os.environ:
         ray.init(logging_level="warning")
         return
@@ -74,8 +74,7 @@ def _http_options(config: ServeConfig, host: str, port: int) -> HTTPOptions:
 
 
 def _end(timeout: float) -> None:
-    """Lets replicas end what they have, and takes the application from the cluster; a local cluster ends with this
-    process."""
+    """Lets replicas end what they have, and takes the application from the cluster."""
     if "RAY_ADDRESS" in os.environ:
         serve.delete(APP, _blocking=False)
     elif timeout:
@@ -86,11 +85,7 @@ def _end(timeout: float) -> None:
 
 
 def failure(message: str) -> str:
-    """What a replica that could not start has said. Ray shows it as the traceback of the deployment.
-
-    Args:
-        message: what Ray says if no replica has said anything.
-    """
+    """What a replica that could not start has said, by the deployment's traceback; else Ray's ``message``."""
     app = serve.status().applications.get(APP)
     texts = [message, *(deployment.message for deployment in (app.deployments.values() if app else ()))]
     said = [line.partition("EngineFailed: ")[2] for text in texts for line in text.splitlines()]

@@ -10,11 +10,11 @@ from lopa_ascend.backend import find_device
 from lopa_ascend.config import EngineConfig, ParameterError
 
 OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus"}
-"""Resources for which Ray has an option of their own."""
+"""Resources that have an option of Ray's."""
 
 
 def actor_options(config: EngineConfig) -> dict[str, Any]:
-    """What Ray must keep for the actor of one rank."""
+    """What Ray keeps for the actor of one rank."""
     device = find_device(config.device)
     resource, needs = device.resource, device.rank_needs(config)
     return {"num_cpus": 0} | ({OPTIONS[resource]: needs} if resource in OPTIONS else {"resources": {resource: needs}})
@@ -22,7 +22,7 @@ def actor_options(config: EngineConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ReplicaPlacement:
-    """How the ranks of one replica are spread over nodes: rank r belongs to bundle r // ``per_node``."""
+    """How the ranks of a replica are spread: rank r belongs to bundle r // ``per_node``."""
 
     per_node: int
     """Ranks on each node, whole tensor-parallel groups."""
@@ -32,7 +32,7 @@ class ReplicaPlacement:
     """Of the resource, for each rank."""
 
     def options(self) -> dict[str, Any]:
-        """The options of the deployment that place its replicas."""
+        """Of the deployment."""
         if self.per_node * self.nodes == 1:
             return {}
         bundle = {self.resource: float(self.per_node * self.needs)}
@@ -41,15 +41,8 @@ class ReplicaPlacement:
 
 
 def place(config: EngineConfig, nodes: Sequence[float]) -> ReplicaPlacement:
-    """Puts the ranks of a replica on as few nodes as can be, with the same number on each.
-
-    Args:
-        config: the replica's engine.
-        nodes: how much of the device's resource each node has.
-
-    Raises:
-        ParameterError: a tensor-parallel group is larger than every node.
-    """
+    """Puts a replica's ranks on as few nodes as can be, the same number on each. ``nodes``: how much of the device's
+    resource each has. Raises ParameterError if a tensor-parallel group is larger than every node."""
     tp, bp = config.tensor_parallel_size, config.branch_parallel_size
     device = find_device(config.device)
     resource, needs = device.resource, device.rank_needs(config)
@@ -65,15 +58,7 @@ def place(config: EngineConfig, nodes: Sequence[float]) -> ReplicaPlacement:
 
 
 def check_room(placements: Sequence[tuple[ReplicaPlacement, int]], nodes: Sequence[float]) -> None:
-    """Refuses more replicas than the cluster has room for.
-
-    Args:
-        placements: of each model how a replica is placed, and how many replicas there are.
-        nodes: how much of the resource each node has.
-
-    Raises:
-        ParameterError: they do not fit.
-    """
+    """Raises ParameterError for more replicas, given by model, than the cluster has room for."""
     free = sorted(nodes, reverse=True)
     for placement, replicas in placements:
         share = placement.per_node * placement.needs

@@ -28,16 +28,16 @@ from lopa_ascend.serve.replicas.placement import ReplicaPlacement, actor_options
 from lopa_ascend.types import EngineStats, Update
 
 FIRST_HCCL_PORT, HCCL_PORTS = 60000, 32
-"""HCCL takes so many ports on the host for each engine."""
+"""Ports that HCCL takes on the host for each engine."""
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all ranks of an engine."""
+    """The same on all ranks of an engine."""
     return {"lopa_ascend": lopa_ascend.__version__, "torch": importlib.metadata.version("torch")}
 
 
 def _own_dies(config: EngineConfig) -> list[str]:
-    """The dies or GPUs that Ray has given to this actor; none on a CPU."""
+    """The dies or GPUs that Ray has given to this actor."""
     by_kind = ray.get_runtime_context().get_accelerator_ids()
     return [str(die) for die in by_kind.get(find_device(config.device).resource, [])]
 
@@ -45,7 +45,7 @@ def _own_dies(config: EngineConfig) -> list[str]:
 def _rank_environment(
     rank: int, config: EngineConfig, placement: ReplicaPlacement, host: str, port: int
 ) -> dict[str, str]:
-    """Tells a process that it is this rank. Ray shows each actor its own die alone, which is number 0 there."""
+    """Ray shows each actor its own die alone, which is number 0 there."""
     environment = Rendezvous(rank, config.world_size, host, port, placement.nodes == 1).environment()
     local_size = config.world_size // placement.nodes
     return environment | {
@@ -61,7 +61,7 @@ class Rank:
         return versions()
 
     async def run(self, rank: int, config: EngineConfig, placement: ReplicaPlacement, host: str, port: int) -> int:
-        """Runs the rank until it ends; returns its exit status."""
+        """Returns the rank's exit status."""
         config = await asyncio.to_thread(on_this_machine, config)
         environment = os.environ | _rank_environment(rank, config, placement, host, port)
         process = ChildProcess(RankProcess(follower_command(config, ends_with_stdin=True), environment))
@@ -70,26 +70,16 @@ class Rank:
 
 
 class _Running:
-    """A choice that this replica generates."""
-
     def __init__(self, tokens: int):
         self.tokens = tokens
         """Of its prompt and, at most, of its answer."""
         self.updates: list[Update] = []
-        """Not yet sent."""
         self.news = asyncio.Event()
 
 
 class Replica:
-    """The deployment of a model: each replica is one engine, whose rank 0 belongs to the replica's own actor.
-
-    Args:
-        config: how the server was started.
-        placement: where the ranks run.
-
-    Raises:
-        EngineFailed: the engine cannot serve this model, or its ranks have different versions.
-    """
+    """The deployment of a model: each replica is one engine, and its own actor has rank 0. Raises EngineFailed if the
+    engine cannot serve the model, or ranks have different versions."""
 
     async def __init__(self, config: ServeConfig, placement: ReplicaPlacement):  # type: ignore[misc]  # Serve awaits it
         self._watchdog_timeout = config.watchdog_timeout
@@ -108,7 +98,6 @@ class Replica:
         self._tasks = [asyncio.create_task(self._pump()), asyncio.create_task(self._end_with_engine())]
 
     async def _pump(self) -> None:
-        """Gives each choice its updates, as long as the engine sends any."""
         while True:
             message = await self._engine.receive()
             assert isinstance(message, Stepped), message
@@ -119,7 +108,7 @@ class Replica:
                     choice.news.set()
 
     async def _end_with_engine(self) -> None:
-        """Ends this actor with its engine. Ray then fails the calls to it at once, and starts another replica."""
+        """Ray then fails the calls to this actor at once, and starts another replica."""
         await asyncio.wait([self._tasks[0], asyncio.create_task(self._engine.wait())], return_when="FIRST_COMPLETED")
         sys.stderr.write(f"replica {self._name} ends: its engine has ended ({self._engine.ending})\n")
         sys.stderr.flush()
@@ -127,19 +116,14 @@ class Replica:
         os._exit(1)
 
     async def describe(self) -> bytes:
-        """What the engine reported when its model was loaded, as a message."""
+        """``Ready``, as a message."""
         return self._ready
 
     async def generate(self, message: bytes, tokens: int, prompt: tuple[int, int]) -> AsyncIterator[bytes]:
-        """Generates a choice; ends it if the caller goes away. The router reads ``tokens`` and ``prompt``.
+        """Generates a choice; ends it if the caller goes away. Yields ``Stepped`` messages.
 
-        Args:
-            message: a ``Request``.
-            tokens: of the prompt and, at most, of the answer.
-            prompt: a number that prompts have in common which share cached tokens, and how many these are.
-
-        Yields:
-            ``Stepped`` messages with the choice's updates.
+        The router reads ``tokens``, of the prompt and at most of the answer, and ``prompt``: a number that prompts with
+        common cached tokens share, and how many these are.
         """
         asked = decode_to_engine(message)
         assert isinstance(asked, Request), asked
@@ -180,14 +164,8 @@ class Replica:
 
 
 async def _start_ranks(config: EngineConfig, placement: ReplicaPlacement) -> list[Any]:
-    """Starts the actors of the other ranks, and makes this process rank 0.
-
-    Returns:
-        What must be kept as long as the ranks are to run.
-
-    Raises:
-        EngineFailed: a rank has other versions than this one.
-    """
+    """Starts the actors of the other ranks, which end with what is returned, and makes this process rank 0. Raises
+    EngineFailed if one has other versions."""
     host, port = LOCALHOST if placement.nodes == 1 else ray.util.get_node_ip_address(), free_port()
     if dies := _own_dies(config):
         os.environ["HCCL_IF_BASE_PORT"] = str(FIRST_HCCL_PORT + HCCL_PORTS * min(map(int, dies)))

@@ -9,26 +9,26 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 from lopa_ascend.serve.replicas import reports
 
 MAX_HOMES = 8192
-"""Prompts of which a router remembers the replica."""
+"""Prompts whose replica a router remembers."""
 
 
 class FewestTokens(RequestRouter):
     """Sends a choice to the replica that would have the fewest tokens to compute with it.
 
-    A replica's load is what its engine reports, and what this router has sent there since. The tokens that a prompt
-    shares with an earlier one do not count on the replica that had it last, because its prefix cache has them.
+    A replica's load is what its engine reports, and what this router has sent there since. Tokens that a prompt shares
+    with an earlier one do not count on the replica that had it last: its prefix cache has them.
     """
 
     def initialize_state(self, prefixes: bool = True) -> None:
-        """``prefixes``: whether prompts that share tokens go to the same replica."""
+        """``prefixes``: prompts that share tokens go to the same replica."""
         self._prefixes = prefixes
         self._homes: OrderedDict[int, ReplicaID] = OrderedDict()
         self._sent: dict[str, tuple[ReplicaID, int]] = {}
-        """By request: where it is, and its tokens."""
+        """Replica and tokens, by request."""
         self._own: defaultdict[ReplicaID, int] = defaultdict(int)
-        """Tokens that this router has sent to a replica, which has not finished them."""
+        """Unfinished tokens that this router has sent to a replica."""
         self._others: dict[ReplicaID, int] = {}
-        """Tokens that came to a replica from other routers."""
+        """Tokens from other routers."""
         self._reports: dict[ReplicaID, int] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -75,8 +75,7 @@ class FewestTokens(RequestRouter):
         self._settle(internal_request_id)
 
     def _charge(self, request: PendingRequest, replica_id: ReplicaID) -> None:
-        """Counts a request's tokens to a replica as soon as it is chosen, because the next choice may come before the
-        replica has the request."""
+        """Counts as soon as a replica is chosen: the next choice may come before the replica has the request."""
         name, tokens = request.metadata.internal_request_id, request.kwargs.get("tokens", 0)
         if name not in self._sent:
             request.future.add_done_callback(lambda future: self._settle(name) if future.cancelled() else None)

@@ -27,16 +27,11 @@ from lopa_ascend.types import ModelProperties
 HEARTBEAT = 1.0
 """Seconds between messages about the replicas."""
 SHARED_TOKENS = 256
-"""Prompts of a block-causal model that begin with the same tokens, so many, are likely to share a system prompt."""
+"""If prompts of a block-causal model share so many first tokens, they are likely to share a system prompt."""
 
 
 class Replicas:
-    """The way to the replicas of a deployment. Made by ``connect``; ``close`` must follow.
-
-    Args:
-        handle: of the deployment, whose router ``FewestTokens`` is.
-        properties: of its model.
-    """
+    """The way to replicas behind the router ``FewestTokens``. Made by ``connect``; ``close`` must follow."""
 
     def __init__(self, handle: DeploymentHandle, properties: ModelProperties):
         # The prefix cache knows whole prompts, or their beginnings if nothing behind these changes them.
@@ -46,7 +41,7 @@ class Replicas:
         self._messages: asyncio.Queue[FromEngine] = asyncio.Queue()
         self._choices: dict[str, asyncio.Task[None]] = {}
         self._known: set[str] = set()
-        """The replicas that the client knows."""
+        """Replicas that the client knows."""
         self._closed = asyncio.Event()
         self._reporting = asyncio.create_task(self._report())
 
@@ -108,7 +103,7 @@ class Replicas:
 
     @property
     def ending(self) -> str | None:
-        """Ray starts replicas again, so that they never end together unless they are told to."""
+        """Ray starts replicas again, so they end together only when told to."""
         return "it was ended" if self._closed.is_set() else None
 
     def kill(self) -> None:

@@ -27,13 +27,8 @@ An OpenAI-compatible server for a diffusion language model. Clients use {root}/v
 
 
 def add_view(app: FastAPI, *, is_shown: bool, examples: Sequence[str]) -> None:
-    """The routes of the page. They tell nothing secret, and the page asks for the key where one is needed.
-
-    Args:
-        app: gets the routes.
-        is_shown: whether there is a page. Clients that do not accept HTML get a text in any case.
-        examples: questions that the page offers.
-    """
+    """The routes of the page. They tell nothing secret, and the page asks for the key. Without ``is_shown``, and for
+    clients that do not accept HTML, there is a text; the page offers ``examples``."""
     folder = Path(__file__).parent
     files = {file.name: file.read_bytes() for file in folder.iterdir() if is_shown and file.suffix in TYPES}
 

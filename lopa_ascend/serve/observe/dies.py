@@ -20,11 +20,7 @@ INTERVAL = 60.0
 
 
 class Dies(Collector):
-    """The dies or GPUs of this machine as they were when somebody asked for metrics last.
-
-    Args:
-        read: see ``Device.read_health``.
-    """
+    """The dies or GPUs of this machine as they were when somebody asked for metrics last."""
 
     def __init__(self, read: Callable[[], Sequence[Gauge]]) -> None:
         self._read_health = read
@@ -34,7 +30,7 @@ class Dies(Collector):
         self._is_missing = False
 
     def refresh(self) -> None:
-        """Begins to read anew, in a thread, unless the last reading still holds. Nobody waits for it."""
+        """Begins to read anew, in a thread, if the last reading is old. Nobody waits for it."""
         now = time.monotonic()
         if now - self._read_at >= INTERVAL and (self._reading is None or self._reading.done()):
             self._read_at = now
@@ -50,8 +46,7 @@ class Dies(Collector):
             self._is_missing = True
 
     def collect(self) -> Iterable[Metric]:
-        """The latest reading; the label is the number of a die or a GPU. A gauge of which no value is known is left
-        out."""
+        """The latest reading; the label is the number of a die or a GPU. A gauge without a known value is left out."""
         for name, text, values, label in self._gauges:
             family = GaugeMetricFamily(name, text, labels=[label])
             for index, value in values.items():

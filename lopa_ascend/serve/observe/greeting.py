@@ -20,7 +20,7 @@ from lopa_ascend.types import RankReport
 MAIN_PARAMETERS = (
     "decoding", "num_branches", "block_size", "tau_add", "tau_act", "tau_conf", "max_new_tokens", "temperature",
 )  # fmt: skip
-"""Decoding parameters that the greeting shows whatever their values; /server_info shows all."""
+"""Shown whatever their values; /server_info shows all."""
 QUESTION = "What is 12 + 30?"
 """Short, as its answer is, from the bundled model and from others."""
 
@@ -49,7 +49,7 @@ def make_greeting(client: EngineClient, config: ServeConfig, listener: socket.so
 
 
 def _address(config: ServeConfig, listener: socket.socket) -> tuple[str, str]:
-    """The server's URL, and the option with which curl reaches it, with a space behind it; "" if none is needed."""
+    """The server's URL, and the option with which curl reaches it, if one is needed, with a space behind it."""
     scheme = "http" if config.ssl_certfile is None else "https"
     if config.uds is not None:
         return f"{scheme}://localhost", f"--unix-socket {shlex.quote(config.uds)} "
@@ -58,7 +58,7 @@ def _address(config: ServeConfig, listener: socket.socket) -> tuple[str, str]:
 
 
 def _decoding_line(params: DecodingParams) -> str:
-    """The server's decoding parameters: the main ones, and all others that the operator has changed."""
+    """The main parameters, and all others that the operator has changed."""
     defaults = DecodingParams()
     names = [
         name
@@ -69,7 +69,7 @@ def _decoding_line(params: DecodingParams) -> str:
 
 
 def _recommended_lines(config: ServeConfig) -> str:
-    """Which of the decoding parameters are recommended for the model, and by whom."""
+    """Which parameters are recommended for the model, and by whom."""
     lines = []
     for source, values in recommendations(config.engine.model or DEMO_MODEL).items():
         kept = [name for name, value in values.items() if config.decoding.get(name) == value]
@@ -79,8 +79,7 @@ def _recommended_lines(config: ServeConfig) -> str:
 
 
 def _blocks_line(config: ServeConfig, params: DecodingParams) -> str:
-    """A doubt whether the model can decode in blocks; nothing for one that has an adapter or recommends a decoding, as
-    the bundled model does."""
+    """A doubt whether the model can decode in blocks; none if it has an adapter or recommends a decoding."""
     engine = config.engine
     if not params.is_pipelined or engine.lora is not None or recommendations(engine.model or DEMO_MODEL):
         return ""
@@ -91,7 +90,7 @@ def _blocks_line(config: ServeConfig, params: DecodingParams) -> str:
 
 
 def _sampling_line(config: ServeConfig, params: DecodingParams) -> str:
-    """Which defaults of the model's files for sampling the server does not use; nothing if it uses them all."""
+    """Defaults for sampling in the model's files that the server does not use."""
     ignored = ignored_sampling(config.engine.model or DEMO_MODEL)
     if params.temperature:
         ignored.pop("do_sample", None)
@@ -105,7 +104,7 @@ def _sampling_line(config: ServeConfig, params: DecodingParams) -> str:
 
 
 def _graphs_line(engine: EngineConfig, params: DecodingParams) -> str:
-    """A note that no graph can decode what the server decodes by default; nothing if one can."""
+    """A note that no graph can decode what the server decodes by default."""
     name = params.eager_parameter
     if engine.graph_mode == "eager" or name is None:
         return ""
@@ -116,7 +115,7 @@ def _graphs_line(engine: EngineConfig, params: DecodingParams) -> str:
 
 
 def _ranks_line(engine: EngineConfig, params: DecodingParams) -> str:
-    """The mesh of ranks, and how many of the slots for branches stay idle; nothing for one rank."""
+    """The mesh of ranks, and idle slots for branches; nothing for one rank."""
     if engine.world_size == 1:
         return ""
     tp, bp = engine.tensor_parallel_size, engine.branch_parallel_size

@@ -1,15 +1,14 @@
-"""Routes about the server: health, the served model, configuration and metrics."""
+"""Routes about the server: health, configuration, metrics; and the one that ends a request."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib.metadata
 import platform
 import uuid
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from http import HTTPStatus
+from importlib.metadata import distributions
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -22,21 +21,22 @@ from lopa_ascend import core
 from lopa_ascend.backend import find_device
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.config import SECRETS, ServeConfig
-from lopa_ascend.serve.dies import Dies
-from lopa_ascend.serve.endpoint import Endpoint
 from lopa_ascend.serve.http.api_error import ApiError, unavailable
 from lopa_ascend.serve.http.body import Body, Intake, read_body
 from lopa_ascend.serve.http.openapi import READING, body_of, errors
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.generation import Generation
 from lopa_ascend.serve.link.messages import Ready, Stepped
-from lopa_ascend.serve.metrics import metrics_text
+from lopa_ascend.serve.observe.dies import Dies
+from lopa_ascend.serve.observe.metrics import Metrics, metrics_text
 
 KV_UPDATE = {"block_causal": "single-phase", "full": "two-phase"}
-"""How committed keys and values get into all slots, by window attention. Single-phase: every slot gets them in the step
-itself. Two-phase: the winner's are copied to the other slots after the step."""
+"""How committed keys and values get into all slots, by window attention: in the step itself (single-phase), or copied
+from the winner's slot after it (two-phase)."""
+OF_ENGINE = ("device", "dtype", "kv_cache_memory", "seed", "ranks")
+"""What is shown as the engine reported it in ``Ready``."""
+OF_MESH = ("tensor_parallel_size", "branch_parallel_size")
 PACKAGES = ("torch", "torch_npu", "transformers", "tokenizers", "fastapi", "uvicorn", "pyzmq")
-"""Packages whose versions are shown."""
 
 # ---- bodies and answers ----------------------------------------------------------------------------------------------
 
@@ -58,33 +58,6 @@ class Version(BaseModel):
     version: str
 
 
-class ModelCard(BaseModel):
-    """A model, for clients of OpenAI's API and of Anthropic's."""
-
-    id: str
-    object: Literal["model"] = "model"
-    type: Literal["model"] = "model"
-    created: int
-    created_at: datetime
-    display_name: str
-    owned_by: str = "lopa-ascend"
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-    has_more: Literal[False] = False
-    first_id: str
-    last_id: str
-
-
-class ModelInfo(BaseModel):
-    model_path: str = Field(description="Name of the served model; directories of the server are not shown.")
-    tokenizer_path: str
-    is_generation: Literal[True] = True
-
-
 class ServerInfo(BaseModel):
     """The effective configuration, without secrets."""
 
@@ -100,10 +73,9 @@ class ServerInfo(BaseModel):
 # ---- routes ----------------------------------------------------------------------------------------------------------
 
 
-def add_state(app: FastAPI, endpoint: Endpoint) -> None:
-    """Routes that tell how the server is."""
-    clients = [model.client for model in endpoint.models.values()]
-    default, config = endpoint.default, endpoint.default.client.config
+def add_state(app: FastAPI, models: Sequence[Metrics]) -> None:
+    """The configuration is the first model's."""
+    clients, config = [model.client for model in models], models[0].client.config
 
     @app.get("/health", responses=errors(503))
     async def health() -> Status:
@@ -134,7 +106,7 @@ def add_state(app: FastAPI, endpoint: Endpoint) -> None:
     @app.get("/server_info")
     async def server_info() -> ServerInfo:
         """The effective configuration, without secrets."""
-        return effective_config(config, default.client.ready, default.name)
+        return effective_config(config, clients[0].ready, models[0].model_name)
 
     dies = [Dies(find_device(config.engine.device).read_health)] if config.replicas is None else []
     plain_text = {"text/plain": {"schema": {"type": "string"}}}
@@ -144,7 +116,7 @@ def add_state(app: FastAPI, endpoint: Endpoint) -> None:
         """Prometheus metrics."""
         for each in dies:
             each.refresh()
-        text = metrics_text([model.metrics for model in endpoint.models.values()], *dies)
+        text = metrics_text(models, *dies)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -154,45 +126,10 @@ def _check_health(clients: Sequence[EngineClient]) -> None:
             raise unavailable(found)
 
 
-def add_models(app: FastAPI, endpoint: Endpoint) -> None:
-    """Routes about the served models."""
-    now, name = datetime.now(timezone.utc).replace(microsecond=0), endpoint.default.name
-    cards = {
-        name: ModelCard(
-            id=name,
-            display_name=name,
-            created=int(now.timestamp()),
-            created_at=now,
-            max_model_len=model.limits.max_model_len,
-        )
-        for name, model in endpoint.models.items()
-    }
-
-    @app.get("/v1/models")
-    async def list_models() -> ModelList:
-        """The served models."""
-        return ModelList(data=[*cards.values()], first_id=name, last_id=[*cards][-1])
-
-    @app.get("/get_model_info")
-    async def model_info() -> ModelInfo:
-        """The served model, as SGLang's clients ask for it."""
-        return ModelInfo(model_path=name, tokenizer_path=name)
-
-    @app.get("/v1/models/{model:path}", responses=errors(404))
-    async def retrieve_model(model: str) -> ModelCard:
-        """A served model."""
-        return cards[endpoint.find(model).name]
-
-
 def add_abort(app: FastAPI, clients: Sequence[EngineClient], intake: Intake) -> None:
-    """The route that ends a request."""
-
     @app.post("/abort_request", responses=errors(*READING, 404), openapi_extra=body_of(AbortRequest))
     async def abort_request(request: Request) -> Aborted:
-        """Ends a running request, which is named by the id of its response.
-
-        Its unfinished choices get the finish reason "abort".
-        """
+        """Ends a running request by the id of its response. Its unfinished choices get the finish reason "abort"."""
         asked = await intake.take(request, lambda raw: read_body(AbortRequest, raw))
         if not any(client.abort(asked.request_id) for client in clients):
             message = f"no request with a response {asked.request_id!r} is running"
@@ -204,12 +141,8 @@ def add_abort(app: FastAPI, clients: Sequence[EngineClient], intake: Intake) -> 
 
 
 async def see_a_step(client: EngineClient, timeout: float) -> None:
-    """Waits until the engine makes a step, as proof that it works: for other requests, or for a token that it is given
-    to generate.
-
-    Raises:
-        ApiError: 500, the token failed in the engine; 503, there was no step in ``timeout`` seconds, or none can come.
-    """
+    """Waits until the engine makes a step: for other requests, or for a token that it is given to generate. Raises
+    ApiError: 500, the token failed; 503, no step came in ``timeout`` seconds, or none can come."""
     stepped = asyncio.Event()
     num_steps_before = {"": client.stats.num_steps}
     num_steps_before |= {engine: stats.num_steps for engine, stats in client.engines.items()}
@@ -240,11 +173,8 @@ async def see_a_step(client: EngineClient, timeout: float) -> None:
 
 
 def _one_token(client: EngineClient) -> Generation | None:
-    """One token for the engine to generate; None if others fill the queue, whose steps are proof enough.
-
-    Raises:
-        ApiError: 503, nothing can be generated.
-    """
+    """One token to generate; None if others fill the queue, whose steps are proof enough. Raises ApiError, 503, if
+    nothing can be generated."""
     prompt = (int(client.ready.limits.mask_token_id == 0),)  # any token but the mask
     params = DecodingParams(max_new_tokens=1, decoding="d2f", ignore_eos=True)
     try:
@@ -256,7 +186,6 @@ def _one_token(client: EngineClient) -> Generation | None:
 
 
 async def _finish(generation: Generation) -> None:
-    """Reads a generation to its end."""
     async for _ in generation.updates():
         pass
 
@@ -272,28 +201,16 @@ def effective_config(config: ServeConfig, ready: Ready, model: str) -> ServerInf
     return ServerInfo(
         model=model,
         backend={
-            "device": ready.device,
-            "dtype": ready.dtype,
-            "kv_cache_memory": ready.kv_cache_memory,
-            "seed": ready.seed,
-            "tensor_parallel_size": config.engine.tensor_parallel_size,
-            "branch_parallel_size": config.engine.branch_parallel_size,
+            **{name: getattr(ready, name) for name in OF_ENGINE},
+            **{name: getattr(config.engine, name) for name in OF_MESH},
             "kv_update": KV_UPDATE,
-            "ranks": [dataclasses.asdict(rank) for rank in ready.ranks],
         },
         limits=dataclasses.asdict(ready.limits),
         engine=dataclasses.asdict(engine),
         decoding={name: getattr(params, name) for name in DecodingParams.names()},
         server=settings,
-        versions={"lopa_ascend": lopa_ascend.__version__, "python": platform.python_version(), **_versions()},
+        versions={
+            **{"lopa_ascend": lopa_ascend.__version__, "python": platform.python_version()},
+            **{name: next((d.version for d in distributions(name=name)), None) for name in PACKAGES},
+        },
     )
-
-
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions

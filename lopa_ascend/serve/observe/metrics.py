@@ -23,7 +23,7 @@ from lopa_ascend.types import EngineStats, Progress, Update
 
 LABELS = ("model_name", "engine")
 ENGINE = "0"
-"""Value of the label "engine" of the only engine, and of choices that ended before one of several had them."""
+"""The label "engine" of the only engine, and of choices that ended before one of several had them."""
 # Upper bounds of the buckets of histograms.
 SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -37,7 +37,6 @@ class Timeline:
 
     prompt_tokens: int
     arrived: float
-    """When the HTTP request arrived."""
     begun: float | None = None
     """When the first forward pass started."""
     prefilled: float | None = None
@@ -57,18 +56,10 @@ class Timeline:
     seed: int | None = None
     """Seed of the sampling; None without sampling, or if nothing was computed."""
     num_text_tokens: int = 0
-    """Visible tokens."""
     finish_reason: str | None = None
 
     def advance(self, now: float, step_seconds: float, update: Update, progress: Progress) -> None:
-        """Notes an update.
-
-        Args:
-            now: when the update was read, at the end of the engine's step or later.
-            step_seconds: duration of that step.
-            update: what the step did.
-            progress: what is final now.
-        """
+        """Notes an update that was read at ``now``, at the end of the engine's step or later."""
         if self.prefilled is None and update.num_forwards:  # 0: it was ended while it waited
             self.begun, self.prefilled = max(self.arrived, now - step_seconds), now
         self.num_forwards, self.cached_tokens = update.num_forwards, update.cached_tokens
@@ -85,7 +76,7 @@ class Timeline:
             self.finish_reason, self.ended = progress.output.finish_reason, now
 
     def durations(self) -> dict[str, float]:
-        """The times of a finished choice, by names in ``TIMES``."""
+        """Seconds, by the names of metrics, of a finished choice."""
         assert self.begun is not None
         assert self.prefilled is not None
         assert self.ended is not None
@@ -104,13 +95,7 @@ class Timeline:
 
 
 def summary(choices: Sequence[Timeline], now: float, reason_if_unfinished: str) -> dict[str, object]:
-    """The numbers of an HTTP request for the log.
-
-    Args:
-        choices: all that it asked for.
-        now: the end of the request.
-        reason_if_unfinished: finish reason of choices that never finished.
-    """
+    """The numbers of an HTTP request for the log, which ended at ``now``."""
     arrived = choices[0].arrived
     tokens = sum(choice.num_text_tokens for choice in choices)
     forwards = sum(choice.num_forwards for choice in choices)
@@ -149,7 +134,7 @@ LABELLED = {
         "Drafted tokens that were accepted, by their place.", "position", ("0",)
     ),
 }  # fmt: skip
-"""Counters with one more label, and the values of it that are there from the start."""
+"""Counters with one more label, and its values that are there from the start."""
 HISTOGRAMS = {
     "vllm:iteration_tokens_total": ("Tokens that became final in a step.", TOKENS),
     "lopa:forward_seconds": ("Duration of a step of the engine.", SECONDS),
@@ -174,18 +159,11 @@ HISTOGRAMS = {
 
 
 class Metrics:
-    """Counts what the engine and its requests do.
-
-    ``observe_step`` must be called for every message from the engine, ``observe_end`` at the end of every request that
-    reached the engine.
-
-    Args:
-        client: the engine.
-        model_name: value of the label "model_name".
-    """
+    """Counts what the engine and its requests do: ``observe_step`` must be called for every message from the engine,
+    ``observe_end`` at the end of every request that reached it."""
 
     def __init__(self, client: EngineClient, model_name: str):
-        self._model_name = model_name
+        self.client, self.model_name = client, model_name
         self.registry = CollectorRegistry()
         self.registry.register(_EngineState(client, model_name))
         self._metrics: dict[str, Counter | Histogram] = {}
@@ -204,14 +182,13 @@ class Metrics:
 
     def _add(self, engine: str, name: str, amount: float = 1, *label: str) -> None:
         """Adds to a counter, or an observation to a histogram."""
-        series = self._metrics[name].labels(self._model_name, engine or ENGINE, *label)
+        series = self._metrics[name].labels(self.model_name, engine or ENGINE, *label)
         if isinstance(series, Histogram):
             series.observe(amount)
         else:
             series.inc(amount)
 
     def observe_step(self, message: Stepped) -> None:
-        """Counts what a message from the engine reports."""
         add, stats = partial(self._add, message.engine), message.stats
         tokens = sum(len(update.tokens) for update in message.updates)
         if stats.num_steps != self._steps_seen.get(message.engine, 0):  # else a heartbeat, or more of the same step
@@ -233,13 +210,7 @@ class Metrics:
                     add("vllm:spec_decode_num_accepted_tokens_per_pos", 1, str(place))
 
     def observe_end(self, choices: Sequence[Timeline], reason_if_unfinished: str, engines: Sequence[str]) -> None:
-        """Counts the choices of a request that has ended.
-
-        Args:
-            choices: their times.
-            reason_if_unfinished: finish reason of choices that never finished.
-            engines: for each choice which of several engines had it.
-        """
+        """Counts the choices of a request that has ended; each had one of ``engines``."""
         for choice, engine in zip(choices, engines, strict=True):
             self._observe_choice(choice, choice.finish_reason or reason_if_unfinished, engine)
 
@@ -264,7 +235,7 @@ class Metrics:
 
 
 class _Merged(Collector):
-    """The families of several collectors, each of which is there once with the samples of all."""
+    """The families of several collectors, each once with the samples of all."""
 
     def __init__(self, parts: Iterable[Collector]):
         self._parts = parts
@@ -280,12 +251,12 @@ class _Merged(Collector):
 
 
 def metrics_text(models: Sequence[Metrics], *others: Collector) -> bytes:
-    """The metrics of all models, and others, in Prometheus' text format."""
+    """In Prometheus' text format."""
     return generate_latest(_Merged([*(model.registry for model in models), *others]))
 
 
 class _EngineState(Collector):
-    """Metrics that are read from the engines' latest stats at the moment of the request for /metrics."""
+    """Reads the engines' latest stats at the moment of the request for /metrics."""
 
     def __init__(self, client: EngineClient, model_name: str):
         self._client, self._model_name = client, model_name
@@ -325,7 +296,7 @@ OF_ENGINE = (
     (CounterMetricFamily, "lopa:idle_rows", "idle_rows", "Rows left empty on all ranks."),
     (CounterMetricFamily, "lopa:steps", "num_steps", "Steps of the engine."),
 )
-"""What is read from ``EngineStats``: kind, name, attribute, text."""
+"""From ``EngineStats``: kind, name, attribute, text."""
 OF_GRAPHS = (
     (GaugeMetricFamily, "lopa:graphs", "num_buckets", "Compiled buckets."),
     (CounterMetricFamily, "lopa:late_compilations", "num_late",
@@ -337,14 +308,12 @@ OF_GRAPHS = (
     (CounterMetricFamily, "lopa:graph_wasted_steps", "wasted_steps",
      "Compiled steps of choices that had already ended."),
 )
-"""The same of ``GraphStats``."""
+"""From ``GraphStats``."""
 # fmt: on
 EAGER = "Eager steps of choices on a server with graphs, by reason: a decoding parameter, or graph_window_blocks."
 
 
 class _OneEngine(Collector):
-    """The metrics of an engine's stats."""
-
     def __init__(self, labels: tuple[str, str], stats: EngineStats):
         self._labels, self._stats = labels, stats
 

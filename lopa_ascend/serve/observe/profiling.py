@@ -9,7 +9,6 @@ from typing import TypeVar
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, Field
 
-from lopa_ascend.serve.endpoint import Endpoint
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import Body, Intake, read_body
 from lopa_ascend.serve.http.openapi import READING, body_of, errors
@@ -17,7 +16,7 @@ from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.messages import PROFILE_NAME, Profiled
 
 MAX_STEPS = 20
-"""Steps of a profile at most: to write each takes about a tenth of a second, in which the engine makes no step."""
+"""To write a step takes about a tenth of a second, in which the engine makes none."""
 
 B = TypeVar("B", bound=Body)
 
@@ -49,10 +48,7 @@ class Traces(BaseModel):
     traces: list[str] = Field(description="What was written, in --profile-dir. Empty: no step was recorded.")
 
 
-def add_profiling(app: FastAPI, endpoint: Endpoint, intake: Intake) -> None:
-    """The routes that begin and end a profile of the first model's engine."""
-    client = endpoint.default.client
-
+def add_profiling(app: FastAPI, client: EngineClient, intake: Intake) -> None:
     async def fields_of(request: Request, body: type[B]) -> B:
         _check_allowed(client)
         if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:

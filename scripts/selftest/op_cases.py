@@ -1,0 +1,109 @@
+"""The kernels that a start of the engine tries (``backend/npu/trials.py``), with the full shapes of Dream-7B, and
+the experts of LLaDA2.0-mini."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.backend.interface import Ops
+from lopa_ascend.backend.npu.ops import NpuOps
+from lopa_ascend.backend.npu.trials import NORM_ROPE, LayerShape, Random, experts_trial, int8_trials, trials
+from lopa_ascend.config import ExpertsConfig
+from scripts.selftest.captures import Captures
+from scripts.selftest.cases import (
+    CPU,
+    DIM,
+    EPS,
+    EXPERTS,
+    HEADS,
+    HIDDEN,
+    INT8,
+    INTERMEDIATE,
+    KV_HEADS,
+    QWEN3,
+    TOKENS,
+    Case,
+    randn,
+)
+
+MAX_OUTPUTS = 2 * INTERMEDIATE
+"""Of an int8 product: none is cut."""
+RANKS = (4, 1)
+"""Tensor parallel ranks that share the layer whose int8 kernels are tried."""
+EXPERT_TOKENS = (1, 32, 1024)
+"""Of one token, of a block, and of a full step."""
+EXPERT_HIDDEN = 2048
+MINI = ExpertsConfig(
+    num_experts=256, per_token=8, num_groups=8, kept_groups=4, scale=2.5, inner=64, shared_inner=512, first_layer=1
+)
+
+
+def shape_of(ranks: int) -> LayerShape:
+    """A rank's part of a layer."""
+    return LayerShape(
+        hidden=HIDDEN,
+        inner=INTERMEDIATE // ranks,
+        heads=HEADS // ranks,
+        kv_heads=KV_HEADS // ranks,
+        head_dim=DIM,
+        rotary_dim=DIM,
+        eps=EPS,
+        dtype=torch.bfloat16,
+        experts=None,
+        has_int8=False,
+        rows=TOKENS,
+        max_outputs=MAX_OUTPUTS,
+    )
+
+
+def float_cases(ops: Ops) -> Iterator[Case]:
+    """Those that a layer in bfloat16 needs, beside attention."""
+    assert isinstance(ops, NpuOps)
+    for trial in trials(ops, shape_of(1)):
+        name = f"{QWEN3}: {trial.name}" if trial.name == NORM_ROPE else trial.name
+        yield Case(name, trial.run, trial.expected())
+
+
+def expert_cases(ops: Ops) -> Iterator[Case]:
+    """Mixtures of experts. No token's experts are near-ties, so rounding chooses none."""
+    assert isinstance(ops, NpuOps)
+    random = Random(torch.bfloat16)
+    for tokens in EXPERT_TOKENS:
+        trial = experts_trial(ops, random, MINI, EXPERT_HIDDEN, tokens, is_int8=False)
+        yield Case(f"{EXPERTS}: {tokens} tokens", trial.run, trial.expected())
+
+
+def int8_cases(ops: Ops) -> Iterator[Case]:
+    """Those that only W8A8 needs; and a product in a graph."""
+    assert isinstance(ops, NpuOps)
+    for ranks in RANKS:
+        for trial in int8_trials(ops, shape_of(ranks), Random(torch.bfloat16)):
+            yield Case(f"{INT8}: {trial.name}{' of a rank of 4' * (ranks == 4)}", trial.run, trial.expected())
+    yield captured_product_case(ops)
+
+
+def captured_product_case(ops: Ops) -> Case:
+    """A quantisation and a product that are captured with some activations, and replayed with others."""
+    name = f"{INT8}: product in a graph, replayed with other inputs"
+    weight, by_output = CPU.quantize(randn(HIDDEN, HIDDEN, scale=HIDDEN**-0.5))
+    x, later = randn(TOKENS, HIDDEN), randn(TOKENS, HIDDEN)
+    npu_x, npu_later, stored, npu_scale = (
+        x.to(ops.device),
+        later.to(ops.device),
+        ops.stored(weight.to(ops.device)),
+        by_output.to(ops.device),
+    )
+
+    def step(_: Sequence[int]) -> list[Tensor]:
+        return [ops.quant_linear(*ops.quantize(npu_x), stored, npu_scale, None, torch.bfloat16)]
+
+    def run() -> list[Tensor]:
+        replay = Captures().capture(step, name)
+        npu_x.copy_(npu_later)
+        return replay([])
+
+    expected = CPU.quant_linear(*CPU.quantize(later), weight, by_output, None, torch.bfloat16)
+    return Case(name, run, [expected], timed=False)

@@ -1,0 +1,159 @@
+"""Compiled steps of a model of random weights, as an engine builds them, looked at while they are compiled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.backend.compiler import Run, Step
+from lopa_ascend.backend.cuda.graphs import Capture, CudaGraphs
+from lopa_ascend.backend.interface import Ops
+from lopa_ascend.config import EngineConfig, GraphParams, ModelConfig
+from lopa_ascend.config.engine import INT8_LAYERS
+from lopa_ascend.families import FAMILIES
+from lopa_ascend.families.table import SCALE
+from lopa_ascend.graph.check import StepCheck
+from lopa_ascend.graph.setup import build_executor, plan_graphs
+from lopa_ascend.kv.pages import PAGE_SIZE
+from lopa_ascend.kv.pool import KVPool
+from lopa_ascend.model.base import SplitModel
+from lopa_ascend.model.registry import find_decoder
+from lopa_ascend.parallel.collectives import ALONE
+from scripts.selftest.hour import WRONG, Row
+
+NORM = "norm.weight"
+MAX_SAVED = 2**26
+"""Elements of a tensor that is put back after a step: of larger ones a step writes what it would write again."""
+NUM_PAGES = 128
+MAX_POSITIONS = 8192
+
+
+def random_model(config: ModelConfig, ops: Ops, dtype: torch.dtype, *, is_int8: bool) -> SplitModel:
+    """A model of random weights on the device."""
+    family = FAMILIES[config.model_type]
+    tensors = family.tensors(config)
+    layers = tensors.quantized(INT8_LAYERS if is_int8 else ())
+    random = torch.Generator(ops.device).manual_seed(0)
+    weights: dict[str, Tensor] = {}
+    for name, spec in tensors.with_scales(layers).specs.items():
+        if name.endswith(SCALE):
+            value = torch.full(spec.shape, 0.02 / 127, device=ops.device)
+        elif spec.row.linear is not None and spec.module in layers.modules:
+            value = torch.randint(-127, 128, spec.shape, generator=random, device=ops.device, dtype=torch.int8)
+        elif name.endswith(NORM):
+            value = torch.ones(spec.shape, dtype=dtype, device=ops.device)
+        else:
+            value = torch.randn(spec.shape, generator=random, device=ops.device, dtype=dtype) * 0.02
+        weights[spec.ours] = torch.cat([weights[spec.ours], value]) if spec.ours in weights else value
+    return find_decoder(family)(family, config, weights, ops, ALONE, min(MAX_POSITIONS, config.max_position_embeddings))
+
+
+Look = Callable[[Run, Run, list[int], list[int]], Row]
+"""Is given a function that replays a graph with some KV lengths, one that runs its step op by op, both from the same
+memory, random KV lengths, and the most keys."""
+
+
+class Examined(CudaGraphs):
+    """Graphs that keep what they were captured from.
+
+    Attributes:
+        found: what was found about each, in the order of their captures.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__(capture)
+        self.found: dict[str, Row] = {}
+        self._sources: dict[str, tuple[Run, Step, Sequence[Tensor]]] = {}
+
+    def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
+        run = super()._compile(step, name, tensors, kv_lengths)
+        self._sources[name] = run, step, tensors
+        self.found[name] = {"MiB of graphs": round(self.memory / 2**20)}
+        return run
+
+    def look(self, name: str, look: Look, kv_lengths: list[int], most: int) -> None:
+        """Adds what ``look`` finds about a graph with the inputs that lie in its memory."""
+        run, step, tensors = self._sources[name]
+        memory = [(x, x.clone()) for x in tensors if x.numel() <= MAX_SAVED]
+
+        def from_memory(launch: Run) -> Run:
+            def launched(lengths: Sequence[int]) -> Tensor:
+                for x, saved in memory:
+                    x.copy_(saved)
+                return launch(lengths)
+
+            return launched
+
+        def op_by_op(lengths: Sequence[int]) -> Tensor:
+            return step(tensors, torch.tensor(lengths, dtype=torch.int32, device=tensors[0].device))
+
+        self.found[name] |= look(from_memory(run), from_memory(op_by_op), kv_lengths, [most] * len(kv_lengths))
+
+
+def build(
+    model: SplitModel,
+    compiler: Examined,
+    keys: int,
+    params: GraphParams,
+    look: Look | None = None,
+    *,
+    largest_first: bool = True,
+    **config: Any,
+) -> list[Row]:
+    """Compiles the buckets of an engine, and looks at each over random tokens, pages, keys and values.
+
+    Args:
+        keys: of the longest sequence.
+        look: None: only the memory of graphs is found.
+        config: of the engine.
+    """
+    ops, dtype = model.ops, model.head.dtype
+    engine = EngineConfig(device="cuda", graph_params=params, **config)
+    plan = plan_graphs(engine, "random", model.properties, keys, engine.max_num_batched_tokens or 8192)
+    plan = replace(plan, compiler=compiler, steps=plan.steps[::-1] if largest_first else plan.steps)
+    pool = KVPool(model.config.kv_shape(), NUM_PAGES, dtype, str(ops.device), plan.num_padding_pages)
+    with torch.inference_mode():
+        executor = build_executor(engine, plan, model, pool, model.config.vocab_size, ALONE)
+        if look is not None:
+            check = StepCheck(compiler, model, pool, model.config.vocab_size)
+            for launcher in executor.launchers.values():
+                lengths = launcher.write_random(check)
+                compiler.look(launcher.bucket.name, look, lengths, launcher.bucket.pages * PAGE_SIZE)
+    return [{"name": name, **row} for name, row in compiler.found.items()]
+
+
+def bits(replay: Run, step: Run, some: list[int], most: list[int]) -> Row:
+    """Whether replays with other KV lengths have the bits of the step op by op."""
+    pairs = [(replay(lengths).clone(), step(lengths)) for lengths in (most, some, some[::-1])]
+    return {"verdict": "ok" if all(torch.equal(*pair) for pair in pairs) else WRONG, "keys": [max(some), max(most)]}
+
+
+def clock(capture: Capture, timed: Callable[[Callable[[], object]], float], replays: int) -> Look:
+    """What measures a step with the most keys.
+
+    Args:
+        timed: seconds that the device takes for what is launched.
+    """
+
+    def look(replay: Run, _: Run, some: list[int], most: list[int]) -> Row:
+        replay(most)
+        row: Row = {"keys": max(most), "ms": 1000 * timed(lambda: [replay(most) for _ in range(replays)]) / replays}
+        begin = time.perf_counter()
+        launched = replay(most)
+        row["host ms"] = 1000 * (time.perf_counter() - begin)
+        if launched.is_cuda:
+            capture.wait()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                replay(most)
+                capture.wait()
+            by_time = sorted(profile.key_averages(), key=lambda event: -event.device_time_total)
+            row["kernels ms"] = sum(event.device_time_total for event in by_time) / 1000
+            row["us by kernel"] = {event.key[:60]: [event.count, event.device_time_total] for event in by_time[:12]}
+        return row
+
+    return look
