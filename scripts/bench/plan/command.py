@@ -5,7 +5,7 @@
     bench plan --dies 16 --tp 4                         the best (bp, k) with tp 4
     bench plan --dies 16 --requests 64 --json           the same for 64 requests, as JSON
     bench plan --device report.json --tp 4 --bp 4       with what the self-test has measured on your dies
-    bench plan --validate                               predictions beside the paper's rows and measured steps, as JSON
+    bench plan --validate                               predictions beside steps and speeds that others have published
     bench plan --device h200 --constants                the constants of a device with their sources
 
 A prediction is a range, from the fastest to the slowest value of each constant. Padding to buckets and prompts come on
@@ -23,12 +23,11 @@ from dataclasses import replace
 from lopa_ascend.config import ConfigError, ModelConfig
 from scripts.arguments import add_numbers, positive
 from scripts.bench.plan.devices import DeviceError, Range, constants_table, known_devices, load_device
-from scripts.bench.plan.measured import compare
 from scripts.bench.plan.models import known_models, load_model
 from scripts.bench.plan.search import DEFAULT_TPF, Plan, best_plan, plan, tokens_per_forward
 from scripts.bench.plan.step import ENDS, floor
 from scripts.bench.plan.tasks import PRECISIONS, Workload
-from scripts.bench.plan.validate import published_engine, validate
+from scripts.bench.plan.validate import validate
 from scripts.bench.tables import table
 
 CONTEXT = 1024
@@ -171,7 +170,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def _print(args: argparse.Namespace) -> None:
     if args.validate:
-        print(json.dumps({"rows": validate(), "published_engine": published_engine(), "measured": compare()}))
+        print(validate())
         return
     if args.constants:
         print(constants_table(args.device))
