@@ -46,7 +46,7 @@ def test_no_command_loads_torch_for_its_help() -> None:
         ("ranks --problems 0", "--problems: must be a whole number from 1 on, got '0'"),
         ("ranks --tp 1 --bp 1", "one rank sends nothing"),
         ("decode --rounds 0", "--rounds: must be a whole number from 1 on, got '0'"),
-        ("decode --graph-mode inductor", "steps are compiled for one decoding: give one of --branches"),
+        ("decode --engine graph_mode=inductor", "a compiled step cannot be divided into parts"),
         ("decode --params tau=0.9", "tau: unknown option; choose from"),
         ("decode --engine max_model_len=long", "max_model_len: must be"),
         ("serve --requests -1", "--requests: must be a whole number from 1 on, got '-1'"),
