@@ -1,7 +1,6 @@
 """Measures what grammars cost: compiling, masks and following a text; and requests under them.
 
     bench grammars                     JSON schemas of 1, 20 and 500 fields, with the bundled model and its vocabulary
-    bench grammars --json              the same as one line
     bench grammars --tokenizer DIR     the first table alone, with the vocabulary of a model's directory
 
 The first table is the grammar alone, for a schema of so many required fields: milliseconds until the guard has let it
@@ -51,7 +50,6 @@ KINDS: tuple[tuple[dict[str, Any], list[Any]], ...] = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument(
         "--tokenizer", metavar="DIR", help="directory of a model: measure grammars alone, with its vocabulary"
     )
@@ -59,21 +57,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     tokenizer = vocabulary(args.tokenizer or str(DEMO_MODEL))
-    found: dict[str, Any] = {
-        "machine": describe_machine(),
-        "grammar": [alone(tokenizer, count) for count in FIELDS],
-    }
+    found = [[alone(tokenizer, count) for count in FIELDS]]
     if args.tokenizer is None:
         from lopa_ascend.engine.engine import Engine  # imports torch, which takes seconds
 
         engine, prompt = Engine(EngineConfig(max_num_seqs=8, enable_prefix_caching=False)), tokenizer.encode(PROMPT)
         load = Load(engine, tuple(prompt))
-        found["requests"] = [load.under_schema(count, num) for count in FIELDS[:-1] for num in (1, 8)]
-    if args.json:
-        print(json.dumps(found))
-        return 0
-    print(found.pop("machine")["processor"])
-    for rows in found.values():
+        found.append([load.under_schema(count, num) for count in FIELDS[:-1] for num in (1, 8)])
+    print(describe_machine()["processor"])
+    for rows in found:
         cells = ([f"{x:.3g}" if isinstance(x, float) else x for x in row.values()] for row in rows)
         print(f"\n{table(list(rows[0]), cells)}")
     return 0

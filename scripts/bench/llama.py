@@ -67,7 +67,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("--threads", sorted({1, min(2, cores), cores}), 1, "threads of both sides"),
         ("--rounds", 3, 1, "of both sides"),
     )
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -80,15 +79,12 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         times = measure(args)
     except (*refused, subprocess.TimeoutExpired, RuntimeError, OSError) as error:
         parser.error(str(error))
-    [about] = llama_bench(args.llama_bench, {"-m": args.gguf[0], "-n": 0, "-p": 1, "-r": 1})
-    version = f"{about['build_commit']}, {about['backends']}"
-    report = {"machine": describe_machine(), "llama.cpp": version, "model": args.model.name, "times": times}
-    print(json.dumps(report)) if args.json else print_table(report)
+    print_table(args, times)
     return 0
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The fastest pass of each kind.
+def measure(args: argparse.Namespace) -> dict[Kind, float]:
+    """Seconds of the fastest pass of each kind.
 
     Raises:
         RuntimeError: the model computes other positions in a pass than those of a block, or llama-bench has failed.
@@ -115,7 +111,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 fastest[kind] = min(seconds, fastest.get(kind, seconds))
     for llm in llms.values():
         llm.close()
-    return [{**kind._asdict(), "seconds": seconds} for kind, seconds in fastest.items()]
+    return fastest
 
 
 def own_passes(llm: LLM, positions: int) -> Iterator[float]:
@@ -156,17 +152,18 @@ def llama_bench(program: Path, options: dict[str, object]) -> list[dict[str, Any
     return found
 
 
-def print_table(report: dict[str, Any]) -> None:
+def print_table(args: argparse.Namespace, times: dict[Kind, float]) -> None:
     """Prints a table in Markdown."""
-    machine = report["machine"]
+    machine = describe_machine()
+    [theirs] = llama_bench(args.llama_bench, {"-m": args.gguf[0], "-n": 0, "-p": 1, "-r": 1})
     versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items())
-    print(f"{machine['processor']}, {machine['cores']} cores; {versions}; llama.cpp {report['llama.cpp']}")
-    times = {Kind(**{key: one[key] for key in Kind._fields}): one["seconds"] for one in report["times"]}
+    versions += f"; llama.cpp {theirs['build_commit']}, {theirs['backends']}"
+    print(f"{machine['processor']}, {machine['cores']} cores; {versions}")
     columns = sorted({(kind.side, kind.name): None for kind in times}, key=lambda column: column[0] != "ours")
     names = ["threads", "positions", *(f"{side}: {name}" for side, name in columns), "ours / llama.cpp"]
     rows = []
     for size in dict.fromkeys((kind.threads, kind.positions) for kind in times):
         row = {column: times[Kind(*column, *size)] for column in columns}
-        ours, theirs = (min(row[column] for column in columns if column[0] == side) for side in ("ours", "llama.cpp"))
-        rows.append([*size, *(f"{1000 * seconds:.1f}" for seconds in row.values()), f"{ours / theirs:.2f}"])
-    print(f"\n{report['model']}, ms of a pass:\n\n{table(names, rows)}")
+        ours, other = (min(row[column] for column in columns if column[0] == side) for side in ("ours", "llama.cpp"))
+        rows.append([*size, *(f"{1000 * seconds:.1f}" for seconds in row.values()), f"{ours / other:.2f}"])
+    print(f"\n{args.model.name}, ms of a pass:\n\n{table(names, rows)}")

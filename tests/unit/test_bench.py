@@ -43,7 +43,6 @@ def test_no_command_loads_torch_for_its_help() -> None:
     ("command", "expected"),
     [
         ("ranks --tp 0", "--tp: must be a whole number from 1 on, got '0'"),
-        ("ranks --problems 0", "--problems: must be a whole number from 1 on, got '0'"),
         ("ranks --tp 1 --bp 1", "one rank sends nothing"),
         ("decode --rounds 0", "--rounds: must be a whole number from 1 on, got '0'"),
         ("decode --engine graph_mode=inductor", "a compiled step cannot be divided into parts"),
