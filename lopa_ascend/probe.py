@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 Probe = Callable[[str, Any], AbstractContextManager[object]]
@@ -21,21 +19,3 @@ Probe = Callable[[str, Any], AbstractContextManager[object]]
 
 def no_probe(part: str, work: object) -> AbstractContextManager[object]:
     return nullcontext()
-
-
-@dataclass
-class PartTimes:
-    """A probe that counts calls and seconds by part. By default seconds are CPU time of this process."""
-
-    clock: Callable[[], float] = time.process_time
-    seconds: dict[str, float] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, part: str, work: object) -> Iterator[None]:
-        start = self.clock()
-        try:
-            yield
-        finally:
-            self.seconds[part] = self.seconds.get(part, 0.0) + self.clock() - start
-            self.calls[part] = self.calls.get(part, 0) + 1

@@ -1,17 +1,13 @@
 """Measures what grammars cost: compiling, masks and following a text; and requests under them.
 
     bench grammars                     JSON schemas of 1, 20 and 500 fields, with the bundled model and its vocabulary
-    bench grammars --json              the same as one line
     bench grammars --tokenizer DIR     the first table alone, with the vocabulary of a model's directory
 
 The first table is the grammar alone, for a schema of so many required fields: milliseconds until the guard has let it
 pass, megabytes that it takes there, milliseconds to compile it and to make the first mask, and microseconds for each
 token of a text that keeps to it: for a mask, to accept the token, and to take it back and accept it again. The second
 decodes requests, alone and 8 together: CPU milliseconds of a step, the part of them that the grammar takes, and passes,
-also without forced spans. Requests of 500 fields are longer than the bundled model takes. The last lines have the CPU
-time for each token that the model computes, of 4 requests without a grammar beside 4 under one, against 8 without; and
-milliseconds of the median and of the longest step of a request, alone and while 20 new grammars arrive, each of which
-takes about half a second to compile.
+also without forced spans. Requests of 500 fields are longer than the bundled model takes.
 """
 
 from __future__ import annotations
@@ -54,7 +50,6 @@ KINDS: tuple[tuple[dict[str, Any], list[Any]], ...] = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument(
         "--tokenizer", metavar="DIR", help="directory of a model: measure grammars alone, with its vocabulary"
     )
@@ -62,23 +57,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     tokenizer = vocabulary(args.tokenizer or str(DEMO_MODEL))
-    found: dict[str, Any] = {
-        "machine": describe_machine(),
-        "grammar": [alone(tokenizer, count) for count in FIELDS],
-    }
+    found = [[alone(tokenizer, count) for count in FIELDS]]
     if args.tokenizer is None:
         from lopa_ascend.engine.engine import Engine  # imports torch, which takes seconds
 
         engine, prompt = Engine(EngineConfig(max_num_seqs=8, enable_prefix_caching=False)), tokenizer.encode(PROMPT)
         load = Load(engine, tuple(prompt))
-        found["requests"] = [load.under_schema(count, num) for count in FIELDS[:-1] for num in (1, 8)]
-        found["neighbours"] = [load.beside_free_requests()]
-        found["steps"] = [load.beside_new_grammars(Guard(tokenizer))]
-    if args.json:
-        print(json.dumps(found))
-        return 0
-    print(found.pop("machine")["processor"])
-    for rows in found.values():
+        found.append([load.under_schema(count, num) for count in FIELDS[:-1] for num in (1, 8)])
+    print(describe_machine()["processor"])
+    for rows in found:
         cells = ([f"{x:.3g}" if isinstance(x, float) else x for x in row.values()] for row in rows)
         print(f"\n{table(list(rows[0]), cells)}")
     return 0
@@ -142,7 +129,8 @@ class Load:
 
     def under_schema(self, num_fields: int, num_requests: int) -> dict[str, float]:
         """Equal requests under one grammar, together."""
-        asked = [_params(max_new_tokens=NEW_TOKENS, structured_outputs={"json": schema(num_fields)})] * num_requests
+        fields = {"max_new_tokens": NEW_TOKENS, "structured_outputs": {"json": schema(num_fields)}}
+        asked = [DecodingParams.of(decoding="d2f", **fields)] * num_requests
         with time_in_constraints() as spent:
             done = self.decode(asked)
         with mock.patch.object(Constraint, "forced", return_value=[]):
@@ -157,62 +145,23 @@ class Load:
             "passes without forced spans": slow["passes"] / num_requests,
         }
 
-    def beside_free_requests(self) -> dict[str, float]:
-        """CPU microseconds for each token that the model computes, and their ratio; the runs take turns."""
-        free = _params(max_new_tokens=128, ignore_eos=True)
-        bound = _params(max_new_tokens=128, structured_outputs={"regex": "[a-z ]{600}"})
-        kinds = {"8 without": [free] * 8, "4 and 4": [free] * 4 + [bound] * 4}
-        costs: dict[str, list[float]] = {name: [] for name in kinds}
-        for _ in range(REPEATS):
-            for name, asked in kinds.items():
-                done = self.decode(asked, most_steps=20)
-                costs[name].append(1e6 * done["seconds"] / done["computed"])
-        medians = {name: statistics.median(values) for name, values in costs.items()}
-        return {**medians, "ratio": medians["4 and 4"] / medians["8 without"]}
-
-    def beside_new_grammars(self, guard: Guard) -> dict[str, float]:
-        """Milliseconds of the steps of a request, alone and while new grammars are compiled."""
-        params = _params(max_new_tokens=1024, ignore_eos=True, tau_conf=1.0, block_size=8)
-        found: dict[str, float] = {}
-        for name, num_grammars in (("alone", 0), ("beside", 20)):
-            self.engine.add(Request(name, self.prompt, params))
-            self.engine.step()
-            texts = ("(?i)" + r"\p{L}" * (2500 + number) for number in range(num_grammars))
-            added, times = [guard.checked(Grammar("regex", text)) for text in texts], []
-            for number in range(200):
-                if number < len(added):
-                    bound = _params(max_new_tokens=1, structured_outputs=added[number])
-                    self.engine.add(Request(str(number), self.prompt, bound))
-                times.append(1e3 * seconds(self.engine.step))
-            for request_id in (name, *map(str, range(num_grammars))):
-                self.engine.abort(request_id)
-            found |= {f"{name}, median": statistics.median(times), f"{name}, longest": max(times)}
-        return found
-
-    def decode(self, asked: list[DecodingParams], most_steps: int = 10**9) -> dict[str, Any]:
+    def decode(self, asked: list[DecodingParams]) -> dict[str, Any]:
         """Decodes requests together; the first step, which computes the prompts, is not counted."""
         for number, params in enumerate(asked):
             self.engine.add(Request(str(number), self.prompt, params, trace=True))
         updates = self.engine.step()
         start, steps = time.process_time(), 0
-        while self.engine.has_work() and steps < most_steps:
+        while self.engine.has_work():
             updates += self.engine.step()
             steps += 1
         spent = time.process_time() - start
-        for number in range(len(asked)):
-            self.engine.abort(str(number))
         records = [update.record for update in updates if update.record is not None]
         return {
             "seconds": spent,
             "steps": max(1, steps),
             "passes": len(records),
             "tokens": sum(len(update.tokens) for update in updates),
-            "computed": sum(record.model_tokens for record in records if record.index),
         }
-
-
-def _params(**fields: Any) -> DecodingParams:
-    return DecodingParams.of(decoding="d2f", **fields)
 
 
 @contextmanager

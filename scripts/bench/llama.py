@@ -1,8 +1,8 @@
 """Measures a forward pass of this engine beside one of llama.cpp, on this processor.
 
-    bench llama llama-bench --pair SDAR-1.7B qwen3-bf16.gguf qwen3-q8_0.gguf qwen3-q4_0.gguf
+    bench llama llama-bench SDAR-1.7B qwen3-bf16.gguf qwen3-q8_0.gguf qwen3-q4_0.gguf
 
-llama-bench is llama.cpp's own program. A pair is a model of ours and GGUF files of a model with the same sizes, such as
+llama-bench is llama.cpp's own program. A model of ours is set beside GGUF files of a model with the same sizes, such as
 SDAR-1.7B and Qwen3-1.7B; random weights (scripts.eval make-checkpoint) take as long as trained ones. docs/results.md
 says how to build the program and the files.
 
@@ -58,14 +58,8 @@ class Kind(NamedTuple):
 def add_flags(parser: argparse.ArgumentParser) -> None:
     cores = os.cpu_count() or 1
     parser.add_argument("llama_bench", type=Path, metavar="LLAMA_BENCH", help="llama.cpp's program")
-    parser.add_argument(
-        "--pair",
-        nargs="+",
-        action="append",
-        required=True,
-        metavar=("MODEL", "GGUF"),
-        help="a model of ours and GGUF files to set beside it; may be given several times",
-    )
+    parser.add_argument("model", type=model_directory, metavar="MODEL", help="a model of ours")
+    parser.add_argument("gguf", nargs="+", metavar="GGUF", help="files to set beside it")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=OURS, help=f"ours (default: {' '.join(OURS)})")
     add_numbers(
         parser,
@@ -73,7 +67,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("--threads", sorted({1, min(2, cores), cores}), 1, "threads of both sides"),
         ("--rounds", 3, 1, "of both sides"),
     )
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -82,23 +75,16 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
     refused = (CheckpointError, ConfigError, ParameterError)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded: llama.cpp has the cores for itself
-    if any(len(pair) < 2 for pair in args.pair):
-        parser.error("argument --pair: a model of ours and at least one GGUF file")
     try:
-        models = [
-            {"model": model, "times": measure(model_directory(model), files, args)} for model, *files in args.pair
-        ]
-    except (argparse.ArgumentTypeError, subprocess.TimeoutExpired, *refused, RuntimeError, OSError) as error:
+        times = measure(args)
+    except (*refused, subprocess.TimeoutExpired, RuntimeError, OSError) as error:
         parser.error(str(error))
-    [about] = llama_bench(args.llama_bench, {"-m": args.pair[0][1], "-n": 0, "-p": 1, "-r": 1})
-    version = f"{about['build_commit']}, {about['backends']}"
-    report = {"machine": describe_machine(), "llama.cpp": version, "models": models}
-    print(json.dumps(report)) if args.json else print_tables(report)
+    print_table(args, times)
     return 0
 
 
-def measure(model: Path, files: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The fastest pass of each kind.
+def measure(args: argparse.Namespace) -> dict[Kind, float]:
+    """Seconds of the fastest pass of each kind.
 
     Raises:
         RuntimeError: the model computes other positions in a pass than those of a block, or llama-bench has failed.
@@ -108,7 +94,7 @@ def measure(model: Path, files: Sequence[str], args: argparse.Namespace) -> list
     from lopa_ascend import LLM
 
     settings = {"max_model_len": 2 * CONTEXT, "max_num_seqs": 1, "threads": max(args.threads)}
-    llms = {name: LLM(model, **settings, **format_options(name)) for name in args.formats}
+    llms = {name: LLM(args.model, **settings, **format_options(name)) for name in args.formats}
     fastest: dict[Kind, float] = {}
     for _ in range(args.rounds):
         for threads in args.threads:
@@ -119,13 +105,13 @@ def measure(model: Path, files: Sequence[str], args: argparse.Namespace) -> list
                 for count in args.positions
                 for seconds in own_passes(llm, count)
             ]
-            for file in files:
+            for file in args.gguf:
                 found += llama_passes(args.llama_bench, file, threads, args.positions)
             for kind, seconds in found:
                 fastest[kind] = min(seconds, fastest.get(kind, seconds))
     for llm in llms.values():
         llm.close()
-    return [{**kind._asdict(), "seconds": seconds} for kind, seconds in fastest.items()]
+    return fastest
 
 
 def own_passes(llm: LLM, positions: int) -> Iterator[float]:
@@ -166,21 +152,18 @@ def llama_bench(program: Path, options: dict[str, object]) -> list[dict[str, Any
     return found
 
 
-def print_tables(report: dict[str, Any]) -> None:
-    """Prints a table in Markdown for each model."""
-    machine = report["machine"]
+def print_table(args: argparse.Namespace, times: dict[Kind, float]) -> None:
+    """Prints a table in Markdown."""
+    machine = describe_machine()
+    [theirs] = llama_bench(args.llama_bench, {"-m": args.gguf[0], "-n": 0, "-p": 1, "-r": 1})
     versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items())
-    print(f"{machine['processor']}, {machine['cores']} cores; {versions}; llama.cpp {report['llama.cpp']}")
-    for model in report["models"]:
-        times = {Kind(**{key: one[key] for key in Kind._fields}): one["seconds"] for one in model["times"]}
-        columns = list(dict.fromkeys((kind.side, kind.name) for kind in times))
-        columns.sort(key=lambda column: column[0] != "ours")
-        names = ["threads", "positions", *(f"{side}: {name}" for side, name in columns), "ours / llama.cpp"]
-        rows = []
-        for size in dict.fromkeys((kind.threads, kind.positions) for kind in times):
-            row = {column: times[Kind(*column, *size)] for column in columns}
-            ours, theirs = (
-                min(row[column] for column in columns if column[0] == side) for side in ("ours", "llama.cpp")
-            )
-            rows.append([*size, *(f"{1000 * seconds:.1f}" for seconds in row.values()), f"{ours / theirs:.2f}"])
-        print(f"\n{Path(model['model']).name}, ms of a pass:\n\n{table(names, rows)}")
+    versions += f"; llama.cpp {theirs['build_commit']}, {theirs['backends']}"
+    print(f"{machine['processor']}, {machine['cores']} cores; {versions}")
+    columns = sorted({(kind.side, kind.name): None for kind in times}, key=lambda column: column[0] != "ours")
+    names = ["threads", "positions", *(f"{side}: {name}" for side, name in columns), "ours / llama.cpp"]
+    rows = []
+    for size in dict.fromkeys((kind.threads, kind.positions) for kind in times):
+        row = {column: times[Kind(*column, *size)] for column in columns}
+        ours, other = (min(row[column] for column in columns if column[0] == side) for side in ("ours", "llama.cpp"))
+        rows.append([*size, *(f"{1000 * seconds:.1f}" for seconds in row.values()), f"{ours / other:.2f}"])
+    print(f"\n{args.model.name}, ms of a pass:\n\n{table(names, rows)}")

@@ -6,39 +6,19 @@ import hashlib
 import itertools
 import statistics
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.checkpoint.write import write_checkpoint
 from lopa_ascend.core import Request
 from lopa_ascend.engine.engine import Engine
-from lopa_ascend.families import FAMILIES, read_config
-from lopa_ascend.families.family import shape
 from lopa_ascend.types import GenerationOutput, Update
 from scripts.bench.parts import Peaks, measure_parts
-from scripts.eval.make_checkpoint import random_tensors
 
 ORDINARY_STEPS = 40
 """Steps by which an ordinary one is known."""
-
-
-def write_random_model(folder: Path) -> None:
-    """Writes a random Dream of 125 M parameters, unless it is there."""
-    if (folder / "config.json").exists():
-        return
-    family = FAMILIES["Dream"]
-    config = family.config_json("7B") | shape(768, 2048, 12, 12, 4, torch_dtype="float32")
-    config |= {"vocab_size": 32000, "mask_token_id": 31999, "eos_token_id": 31998, "max_position_embeddings": 2048}
-    specs = family.tensors(read_config(config, {}, str(folder), family)).specs.values()
-    folder.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(folder, random_tensors(specs, seed=7, dtype=torch.float32), {"config.json": config}, [])
 
 
 def decode(
@@ -70,7 +50,7 @@ def decode(
 
     def generate() -> None:
         for batch in batches:
-            outputs.extend(llm.generate(batch, params, trace=params.strategy.drafts, quiet=True))
+            outputs.extend(llm.generate(batch, params, quiet=True))
 
     before, started = llm.engine.stats(), time.perf_counter()
     with _timed_steps(llm.engine) as steps:
@@ -95,37 +75,16 @@ def decode(
         "longest_step_ms": round(1000 * max(steps), 2),
         "parts": {name: round(part.seconds, 4) for name, part in parts.items()},
     }
-    if drafts := _draft_figures(outputs):
-        found["drafts"] = drafts
-    if before.graphs is not None and after.graphs is not None:
-        computed = max(1, after.graphs.tokens - before.graphs.tokens)
-        found["padding"] = round((after.graphs.padded_tokens - before.graphs.padded_tokens) / computed, 3)
-    elif peaks is not None:
+    if peaks is not None:
         found["floors"] = {name: part.floors(peaks) for name, part in parts.items()}
     return found
 
 
 def middle(decodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The decode with the median CPU time; of an even number the slower one of the two in the middle."""
-    return sorted(decodes, key=lambda one: one["cpu_seconds"])[len(decodes) // 2]
-
-
-def _draft_figures(outputs: Iterable[GenerationOutput]) -> dict[str, Any]:
-    """What passes that check drafts have found; nothing if there are none. ``places``: for each place how many rounds
-    had a draft there behind right ones, and how many of these were right."""
-    records = [record for output in outputs for record in output.trace or () if record.accepted is not None]
-    if not records:
-        return {}
-    rounds = [(len(record.drafted), record.accepted or 0) for record in records]
-    reached = Counter(place for drafted, right in rounds for place in range(min(right + 1, drafted)))
-    accepted = Counter(place for _, right in rounds for place in range(right))
-    return {
-        "rounds": len(records),
-        "tokens_per_round": round(sum(record.committed for record in records) / len(records), 3),
-        "places": [[reached[place], accepted[place]] for place in sorted(reached)],
-        "wrong": reached.total() - accepted.total(),
-        "seconds": sum(record.second_was_right for record in records),
-    }
+    """The decode with the median CPU time, of an even number the slower one in the middle, and the range of all."""
+    ranked = sorted(decodes, key=lambda one: one["cpu_seconds"])
+    ends = [ranked[end]["cpu_seconds"] for end in (0, -1)]
+    return {**ranked[len(ranked) // 2], "cpu_spread": ends}
 
 
 def arrive(

@@ -27,7 +27,6 @@ from torch import Tensor
 from lopa_ascend import LLM
 from lopa_ascend.backend.cpu.native import load_cpu_ops
 from lopa_ascend.backend.interface import Entries, Ops
-from lopa_ascend.probe import PartTimes
 
 PARTS = ("products", "attention", "norms and activations", "head and score", "host")
 PART_OF_OP = {
@@ -159,16 +158,12 @@ def work_of(name: str, args: tuple[Any, ...], out: Any) -> tuple[int, int, int]:
 
 
 def measure_parts(llm: LLM, run: Callable[[], object]) -> dict[str, PartWork]:
-    """The parts of the steps that ``run`` makes with a model.
-
-    A compiled step cannot be divided; of it only the host's parts are known: "inputs" and "absorb".
-    """
-    runner, parts, times = llm.engine.runner, {name: PartWork() for name in PARTS}, PartTimes()
-    ops, probe, is_compiled = runner.model.ops, runner.eager.probe, llm.engine.stats().graphs is not None
+    """The parts of the eager steps that ``run`` makes with a model."""
+    runner, parts = llm.engine.runner, {name: PartWork() for name in PARTS}
+    ops, probe = runner.model.ops, runner.eager.probe
     timed = TimedOps(ops, parts)
-    if not is_compiled:
-        runner.model.ops = timed
-    runner.set_probe(times if is_compiled else timed.probe)
+    runner.model.ops = timed
+    runner.set_probe(timed.probe)
     started = time.process_time()
     try:
         run()
@@ -176,10 +171,7 @@ def measure_parts(llm: LLM, run: Callable[[], object]) -> dict[str, PartWork]:
         total = time.process_time() - started
         runner.model.ops = ops
         runner.set_probe(probe)
-    rest = "host"
-    if is_compiled:
-        parts, rest = {name: PartWork(seconds) for name, seconds in times.seconds.items()}, "compiled steps and host"
-    parts[rest] = PartWork(total - sum(part.seconds for part in parts.values()))
+    parts["host"].seconds = total - sum(part.seconds for part in parts.values())
     return parts
 
 

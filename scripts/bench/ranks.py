@@ -47,6 +47,8 @@ PREDICTION_BYTES = 12
 DIGEST_BYTES = 32
 """Bytes of one comparison of the ranks' decisions."""
 BYTES_OF = {"float32": 4, "bfloat16": 2}
+PROBLEMS, TOGETHER, NEW_TOKENS = 32, 4, 128
+"""Held-out problems that are decoded, how many at a time, and most tokens of an answer."""
 
 
 @dataclass
@@ -165,11 +167,8 @@ def decode(llm: LLM, requests: Iterable[tuple[Sequence[int], DecodingParams]]) -
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_numbers(
         parser,
-        ("--max-tokens", 128, 1, "tokens of an answer"),
         ("--tp", 2, 1, "ranks that split each forward pass"),
         ("--bp", 2, 1, "groups of --tp ranks that take different branches"),
-        ("--problems", 32, 1, "held-out problems to decode"),
-        ("--max-num-seqs", 4, 1, "problems decoded at a time"),
         ("--branches", 3, 0, "lookahead branches"),
     )
     parser.add_argument(
@@ -178,9 +177,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=DEMO_MODEL,
         metavar="MODEL",
         help="a Dream with a chat template (default: the bundled model)",
-    )
-    parser.add_argument(
-        "--dtype", default="float32", choices=BYTES_OF, help="number format of the weights (default: float32)"
     )
     parser.add_argument(
         "--window", default="block_causal", choices=WINDOW_ATTENTIONS, help="window attention (default: block_causal)"
@@ -193,11 +189,11 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error("one rank sends nothing: choose a larger --tp or --bp")
     from lopa_ascend import LLM
 
-    params = DecodingParams(num_branches=args.branches, max_new_tokens=args.max_tokens, window_attention=args.window)
-    options = {"dtype": args.dtype, "tensor_parallel_size": args.tp, "branch_parallel_size": args.bp, "threads": 1}
-    with LLM(args.model, **options, enable_prefix_caching=False, max_num_seqs=args.max_num_seqs) as llm:
-        steps = decode(llm, ((prompt, params) for prompt in text_prompts(llm, args.problems)))
-    formulas = Formulas(llm.config, BYTES_OF[args.dtype], args.tp, args.bp)
+    params = DecodingParams(num_branches=args.branches, max_new_tokens=NEW_TOKENS, window_attention=args.window)
+    options = {"tensor_parallel_size": args.tp, "branch_parallel_size": args.bp, "threads": 1}
+    with LLM(args.model, **options, enable_prefix_caching=False, max_num_seqs=TOGETHER) as llm:
+        steps = decode(llm, ((prompt, params) for prompt in text_prompts(llm, PROBLEMS)))
+    formulas = Formulas(llm.config, BYTES_OF[llm.config.dtype], args.tp, args.bp)
     dream = replace(formulas, model=load_model("Dream-7B"), item_size=BYTES_OF["bfloat16"])
     exact, scaled = ([each.exact(step) for step in steps] for each in (formulas, dream))
     rows = []
@@ -206,6 +202,6 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         means = (mean(t.num_bytes for t in sent), *(mean(each[purpose] for each in found) for found in (exact, scaled)))
         rows.append([purpose, f"{mean(t.calls for t in sent):.2f}", *(f"{value:,.0f}" for value in means)])
     arrivals = sum(step.carries_commands for step in steps)
-    print(f"{args.problems} problems in {len(steps)} steps; control of {arrivals} has new requests in it. A step:\n")
+    print(f"{PROBLEMS} problems in {len(steps)} steps; control of {arrivals} has new requests in it. A step:\n")
     print(table(("purpose", "calls", "bytes", "formula", "Dream-7B, bfloat16"), rows))
     return 0

@@ -4,20 +4,16 @@
     bench serve --url http://host:8000                a running server; its prefix cache may know the prompts
     bench serve --clients 1 -- --max-num-seqs 1       flags of the server that is started come after --
     bench serve --fields block_size=16 num_branches=7 fields of the requests
-    bench serve --mixed -- --replicas 2 --enable-prefix-caching       engines behind Ray Serve, under a mixed load
-    bench serve --mixed --round-robin 2               the same with a router that takes each engine in its turn
-    bench serve --stand-ins 16 --ingresses 2          16 stand-ins for them, which compute nothing: what the rest can do
+    bench serve -- --replicas 2                       engines behind Ray Serve: what its ingress and proxy cost
 
 For every number of clients the same streamed chat requests are sent; each client sends its next request as soon as it
-has an answer. A mixed load has short and long requests, of which four in ten repeat an earlier prompt. Prints a row of
-a Markdown table for each number of clients, or with --json one line for all:
+has an answer. Prints a row of a Markdown table for each number of clients, or with --json one line for all:
 
   requests/s, tokens/s   of all clients together; tokens are those of the answers
   TPF                    tokens divided by forward passes, of all answers
   first p50, p99         milliseconds until the first text of an answer: median and 99th percentile
   answer p50, p99        milliseconds until the end of an answer
   pieces                 events with text in an answer, on average
-  hits                   share of the prompts' tokens that prefix caches had
   CPU, ms                of the processes of a server that is started here, and of the clients, for each request
 """
 
@@ -29,8 +25,6 @@ import itertools
 import json
 import math
 import os
-import random
-import re
 import resource
 import statistics
 import subprocess
@@ -38,15 +32,13 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 
-from lopa_ascend.parallel.launch import LOCALHOST, free_port
 from scripts.arguments import add_numbers
 from scripts.bench.machine import describe_machine
 from scripts.bench.processes import Used, seconds_between, used_by
@@ -60,8 +52,6 @@ TIMEOUT = 600
 """Seconds for an answer."""
 START_SECONDS = 600
 """For a server that is started."""
-LONG, REPEATED = 0.3, 0.4
-"""Shares of a mixed load that have a long prompt and a long answer, and that repeat an earlier prompt."""
 
 
 @dataclass
@@ -89,8 +79,6 @@ class Level:
     """Of all requests by the clock."""
     cpu: Mapping[str, float]
     """CPU seconds of all requests, by part of the server."""
-    hits: float | None = None
-    """Share of the prompts' tokens that were found in prefix caches; None: the server does not tell."""
 
     def as_json(self) -> dict[str, Any]:
         """The figures by name."""
@@ -107,14 +95,13 @@ class Level:
                 for share in (0.5, 0.99)
             },
             "pieces": round(statistics.mean(answer.pieces for answer in self.answers), 1),
-            "hits": None if self.hits is None else round(self.hits, 2),
             "cpu_ms": {part: round(1000 * used / len(self.answers), 2) for part, used in self.cpu.items()},
         }
 
 
 HEADINGS = (
     *("clients", "requests/s", "tokens/s", "TPF", "first p50, ms", "first p99", "answer p50", "answer p99", "pieces"),
-    *("hits", "CPU, ms"),
+    "CPU, ms",
 )
 """Of the figures of a level, in their order."""
 
@@ -129,22 +116,6 @@ def make_bodies(count: int, max_tokens: int, fields: Mapping[str, Any]) -> list[
     common = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": max_tokens, **fields}
     asked = itertools.islice(itertools.cycle(questions()), count)
     return [{"messages": chat(question), **common} for question in asked]
-
-
-def mixed_bodies(count: int, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Streamed chat requests, short and long, under two system prompts; some come again."""
-    dice, problems, bodies = random.Random(0), itertools.cycle(questions()), list[dict[str, Any]]()
-    systems = [" ".join(itertools.islice(problems, 4)) for _ in range(2)]
-    while len(bodies) < count:
-        if bodies and dice.random() < REPEATED:
-            bodies.append(dice.choice(bodies))
-            continue
-        num_problems, max_tokens = (6, 192) if dice.random() < LONG else (1, 24)
-        messages = chat(" ".join(itertools.islice(problems, num_problems)))
-        messages.insert(0, {"role": "system", "content": dice.choice(systems)})
-        common = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-        bodies.append({"messages": messages, "max_tokens": max_tokens, **common, **fields})
-    return bodies
 
 
 async def measure(server: Server, bodies: Sequence[Mapping[str, Any]], clients: int) -> Level:
@@ -163,19 +134,10 @@ async def measure(server: Server, bodies: Sequence[Mapping[str, Any]], clients: 
             for body in waiting:
                 answers.append(await ask(http, body))
 
-        cached, before, start = await _prefix_cache(http), server.used(), time.perf_counter()
+        before, start = server.used(), time.perf_counter()
         await asyncio.gather(*(client() for _ in range(clients)))
-        seconds, cpu = time.perf_counter() - start, seconds_between(before, server.used())
-        hits, queries = (now - then for now, then in zip(await _prefix_cache(http), cached, strict=True))
-        return Level(clients, answers, seconds, cpu, hits / queries if queries else None)
-
-
-async def _prefix_cache(http: httpx.AsyncClient) -> tuple[float, float]:
-    """Tokens of prompts that prefix caches had, and all that were looked up, until now."""
-    text = (await http.get("/metrics")).text
-    names = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
-    hits, queries = (sum(map(float, re.findall(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE))) for name in names)
-    return hits, queries
+        seconds = time.perf_counter() - start
+        return Level(clients, answers, seconds, seconds_between(before, server.used()))
 
 
 async def ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
@@ -239,27 +201,28 @@ class Server:
 
 
 @contextmanager
-def serving(command: Sequence[str], environment: Mapping[str, str], url: str | None = None) -> Iterator[Server]:
-    """A server that is started, and ended after the ``with`` block. This process's own variables win over
-    ``environment``; without ``url`` the log has the address.
+def one_server(flags: Sequence[str]) -> Iterator[Server]:
+    """A server without prefix cache, which ends after the ``with`` block. It has one thread: OpenMP's default would
+    compete with the clients for the cores.
 
     Raises:
-        RuntimeError: the server did not start.
+        RuntimeError: it did not start.
     """
+    command = [sys.executable, "-m", "lopa_ascend.serve", "--port", "0", "--no-enable-prefix-caching", *flags]
+    variables = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         with log.open("w") as output:
-            variables = {**environment, **os.environ}
             process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
         try:
-            yield Server(_await_address(process, log, url), process.pid)
+            yield Server(_await_address(process, log), process.pid)
         finally:
             process.terminate()
             process.wait()
 
 
-def _await_address(process: subprocess.Popen[bytes], log: Path, url: str | None) -> str:
-    """Waits until a server serves, and returns its address, which its log has if ``url`` is None."""
+def _await_address(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Waits until a server serves; its log has the address."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         is_over = process.poll() is not None or time.monotonic() > deadline
@@ -267,50 +230,9 @@ def _await_address(process: subprocess.Popen[bytes], log: Path, url: str | None)
         for line in text.splitlines(keepends=True):
             if line.startswith(READY) and line.endswith("\n"):
                 return line.split()[1]
-        if url is not None and _is_ready(url):
-            return url
         if is_over:
             raise RuntimeError(f"the server did not start:\n{text}")
         time.sleep(0.1)
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready").is_success
-    except httpx.TransportError:
-        return False
-
-
-def one_server(flags: Sequence[str]) -> AbstractContextManager[Server]:
-    """A server without prefix cache. One thread: OpenMP's default would compete with the clients for the cores."""
-    command = [sys.executable, "-m", "lopa_ascend.serve", "--port", "0", "--no-enable-prefix-caching", *flags]
-    return serving(command, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
-
-
-@contextmanager
-def on_ray(application: str, replicas: int, ingresses: int = 1) -> Iterator[Server]:
-    """An application of scripts/bench/replicas.py, by its function, on a cluster of this machine; its replicas have all
-    reported. ``ingresses`` are processes that answer HTTP."""
-    http = {"host": LOCALHOST, "port": free_port()}
-    built = {
-        "name": "lopa",
-        "route_prefix": "/",
-        "import_path": f"scripts.bench.replicas:{application}",
-        "args": {"replicas": replicas},
-        "deployments": [{"name": "Ingress", "num_replicas": ingresses}],
-    }
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        yaml.safe_dump({"proxy_location": "HeadOnly", "http_options": http, "applications": [built]}, file)
-        file.flush()
-        command = [sys.executable, "-m", "ray.serve.scripts", "run", "--app-dir", str(ROOT), file.name]
-        environment = {"RAY_ADDRESS": "local", "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": replicas})}
-        with serving(command, environment, f"http://{LOCALHOST}:{http['port']}") as server:
-            deadline = time.monotonic() + START_SECONDS
-            while f"}} {replicas}.0" not in httpx.get(f"{server.url}/metrics", timeout=60).text:
-                if time.monotonic() > deadline:
-                    raise RuntimeError("not all replicas have reported")
-                time.sleep(0.5)
-            yield server
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -321,9 +243,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of a server that is started")
     add_numbers(
         parser,
-        ("--stand-ins", None, 1, "start N stand-ins for engines on Ray Serve"),
-        ("--round-robin", None, 1, "start N engines on Ray Serve, which get requests in turn"),
-        ("--ingresses", None, 1, "of the stand-ins: processes that answer HTTP (default: 1)"),
         ("--clients", [1, 2, 4, 8, 16, 32], 1, "numbers of clients"),
         ("--requests", 96, 1, "requests for each number of clients"),
         ("--max-tokens", 192, 1, "tokens of an answer, at most"),
@@ -331,7 +250,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fields", nargs="+", default=[], metavar="NAME=VALUE", help="fields of the requests, such as num_branches=3"
     )
-    parser.add_argument("--mixed", action="store_true", help="short and long requests, and repeated prompts")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
@@ -346,18 +264,10 @@ def parse_field(text: str) -> tuple[str, Any]:
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Measures and prints each number of clients."""
-    if sum(map(bool, (args.url, args.flags, args.stand_ins, args.round_robin))) > 1:
-        parser.error("--url, --stand-ins, --round-robin and flags after -- name different servers; give one of them")
-    if args.ingresses and not args.stand_ins:
-        parser.error("--ingresses goes with --stand-ins alone")
-    if args.stand_ins:
-        server: AbstractContextManager[Server] = on_ray("stand_ins", args.stand_ins, args.ingresses or 1)
-    elif args.round_robin:
-        server = on_ray("round_robin", args.round_robin)
-    else:
-        server = nullcontext(Server(args.url)) if args.url else one_server(args.flags)
-    fields = dict(map(parse_field, args.fields))
-    bodies = mixed_bodies(args.requests, fields) if args.mixed else make_bodies(args.requests, args.max_tokens, fields)
+    if args.url and args.flags:
+        parser.error("--url, and flags after --, name different servers; give one of them")
+    server = nullcontext(Server(args.url)) if args.url else one_server(args.flags)
+    bodies = make_bodies(args.requests, args.max_tokens, dict(map(parse_field, args.fields)))
     levels = []
     with server as running:
         if not args.json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ def test_the_fastest_pass_of_each_kind_stands_in_the_table(
 ) -> None:
     make_checkpoint.main(["--family", "sdar", str(tmp_path / "model")])
     capsys.readouterr()
-    pair = f"--pair {tmp_path / 'model'} one.gguf two.gguf"
+    pair = f"{tmp_path / 'model'} one.gguf two.gguf"
     options = f"llama {program} {pair} --positions 1 4 --threads 1 --rounds 2 --formats bfloat16 w8a8"
     assert main(options.split()) == 0
     first, *_, heading, _, alone, four = capsys.readouterr().out.splitlines()
@@ -47,13 +46,9 @@ def test_the_fastest_pass_of_each_kind_stands_in_the_table(
         assert (threads, found, first_file, second_file) == ("1", positions, f"{theirs}.0", f"{theirs}.0")
         assert float(ratio) == pytest.approx(min(map(float, ours)) / theirs, abs=0.006)
         assert 0 < min(map(float, ours)) < 1000
-    assert main([*options.split(), "--json"]) == 0
-    (model,) = json.loads(capsys.readouterr().out)["models"]
-    assert len(model["times"]) == 2 * 4
 
 
-def test_a_pair_needs_a_model_and_a_file(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for pair, said in ((["missing", "one.gguf"], "missing"), (["missing"], "at least one GGUF file")):
-        with pytest.raises(SystemExit):
-            main(["llama", str(program), "--pair", *pair])
-        assert said in capsys.readouterr().err
+def test_a_model_that_is_missing_is_refused(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["llama", str(program), "missing", "one.gguf"])
+    assert "missing" in capsys.readouterr().err
