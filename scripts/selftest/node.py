@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from lopa_ascend.parallel.coded import wrong_exchange
 from lopa_ascend.parallel.collectives import Group, RankError
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, rank_in_environment
 from lopa_ascend.parallel.mesh import Mesh
+from scripts.bench.machine import versions_of
 from scripts.selftest.cases import ASKED_SUMS
 from scripts.selftest.exchanges import EXCHANGES, collectives_case, exchanges_case
 from scripts.selftest.findings import (
@@ -239,7 +239,7 @@ def _software_and_device() -> dict[str, str]:
 
     npu = torch.get_device_module("npu")
     # The project may run from a checkout without being installed, so that pip does not know its version.
-    versions = {"lopa-dist-ascend": __version__, **{name: metadata.version(name) for name in ("torch", "torch_npu")}}
+    versions = {"lopa-dist-ascend": __version__, **versions_of(("torch", "torch_npu"))}
     variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     device = f"{npu.get_device_name(npu.current_device())} ({npu.device_count()} visible)"
     return {**versions, "CANN": cann_version(), "driver": driver_version() or "unknown", "device": device, **variables}
