@@ -6,6 +6,8 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,19 +22,23 @@ SCRIPTS = Path(__file__).parents[1]
 
 def describe_machine() -> dict[str, Any]:
     """The processor, the system and the versions of what runs on them."""
-    versions = {"python": platform.python_version(), "lopa_ascend": f"{__version__}, sources {sources_digest()}"}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    own = {"python": platform.python_version(), "lopa_ascend": f"{__version__}, sources {sources_digest()}"}
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "versions": versions,
+        "versions": own | versions_of(PACKAGES),
     }
+
+
+def versions_of(packages: Sequence[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    versions = {}
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 @cache

@@ -86,12 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine_cuda(file: Path | None, *, everything: bool) -> int:
-    """The self-test of this machine's first GPU.
-
-    Args:
-        file: where the report goes as JSON.
-        everything: whether it does all that a first hour on a GPU should; otherwise what decides whether it is usable.
-    """
+    """Examines this machine's first GPU: whether it is usable, or everything. The JSON report goes to ``file``."""
     from scripts.selftest.gpu import SHORT, Plan, first_hour
     from scripts.selftest.hour import Examination
 

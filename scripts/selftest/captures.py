@@ -1,18 +1,23 @@
-"""Captures functions as the engine's compiler captures decode steps."""
+"""Captures functions as the engine's compiler captures decode steps, and replays them with other inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lopa_ascend.backend.compiler import MIN_KV_LENGTH
+from lopa_ascend.backend.interface import Ops
+from scripts.selftest.cases import CPU, Case
 
 NUM_LENGTHS = 61
 """Different KV lengths during a capture; equal to ``NUM_LENGTHS`` of backend/npu/compiler.py."""
-Step = Callable[[Sequence[int]], list[Tensor]]
-"""Computes some tensors, given the KV length of each attention entry."""
+Step = Callable[..., list[Tensor]]
+"""Computes some tensors, given the KV length of each attention entry, and the tensors that it reads."""
 
 
 def capture_lengths(num_entries: int) -> list[int]:
@@ -20,37 +25,77 @@ def capture_lengths(num_entries: int) -> list[int]:
     return [MIN_KV_LENGTH + index % NUM_LENGTHS for index in range(num_entries)]
 
 
-class Captures:
-    """Graphs that share one pool of memory, and are captured on one stream."""
+def graph_memory() -> dict[str, Any]:
+    """A pool of memory and a stream, which graphs can share as those of an engine do."""
+    npu = torch.get_device_module("npu")
+    return {"pool": npu.graph_pool_handle(), "stream": npu.Stream()}
 
-    def __init__(self) -> None:
-        npu = torch.get_device_module("npu")
-        self._pool, self._stream = npu.graph_pool_handle(), npu.Stream()
 
-    def capture(self, step: Step, name: str, num_entries: int = 0, in_thread: bool = False) -> Step:
-        """A function that replays the step, which runs once before the capture.
+@dataclass
+class Replayed:
+    """A step in a graph, which the first call captures and every call replays."""
 
-        The tensors that the function returns are copies: the graphs write their results into the memory that they
-        share.
+    step: Step
+    name: str
+    """For messages."""
+    kv_lengths: Sequence[int] = ()
+    """During the capture."""
+    tensors: Sequence[Tensor] = ()
+    """That the step reads, on the device."""
+    memory: dict[str, Any] | None = None
+    """See ``graph_memory``; None for some of its own."""
+    in_thread: bool = False
+    """Whether a thread gives replays their KV lengths."""
+    _run: Any = None
+    _outputs: list[Tensor] = field(default_factory=list)
 
-        Args:
-            step: what to capture.
-            name: of the graph, for messages.
-            num_entries: attention entries of the step.
-            in_thread: whether a thread gives replays their KV lengths.
-        """
+    def capture(self) -> Any:
+        """Captures the graph, whose function replays it."""
         from lopa_ascend.backend.npu.captured import CapturedRun, capturing
 
-        lengths = capture_lengths(num_entries)
-        step(lengths)  # what a first call needs, such as loading the kernels, may not happen in a capture
-        capture = capturing(pool=self._pool, stream=self._stream, auto_dispatch_capture=True)
-        with torch.no_grad(), capture as graph:
-            outputs = step(lengths)
-        run = CapturedRun(graph, step, outputs[0], name, lengths)
-        run.in_thread = in_thread
+        memory = self.memory or graph_memory()
+        self.step(self.kv_lengths, *self.tensors)  # what a first call needs, such as loading the kernels
+        with torch.no_grad(), capturing(**memory, auto_dispatch_capture=True) as graph:
+            self._outputs = self.step(self.kv_lengths, *self.tensors)
+        self._run = CapturedRun(graph, self.step, self._outputs[0], self.name, list(self.kv_lengths))
+        return self._run
 
-        def replay(kv_lengths: Sequence[int]) -> list[Tensor]:
-            run(kv_lengths)
-            return [output.clone() for output in outputs]
+    def __call__(self, kv_lengths: Sequence[int] | None = None, given: Sequence[Tensor] = ()) -> list[Tensor]:
+        """The tensors of the step, which are the same ones each time: the graph writes into their memory. Without KV
+        lengths, with those of the capture; what is ``given`` is first copied into the tensors that the step reads."""
+        run = self._run or self.capture()
+        run.in_thread = self.in_thread
+        for x, values in zip(self.tensors, given, strict=bool(given)):
+            x.copy_(values)
+        run(self.kv_lengths if kv_lengths is None else kv_lengths)
+        return self._outputs
 
-        return replay
+
+def replayed_case(
+    ops: Ops,
+    name: str,
+    make: Callable[[Ops], Step],
+    inputs: Sequence[Sequence[Tensor]],
+    kv_lengths: Sequence[Sequence[int]] | None = None,
+    *,
+    in_thread: bool = False,
+    exact: bool = False,
+) -> Case:
+    """A step that is captured with the first of some inputs, and replayed with each of the others. The host does not
+    wait between the replays.
+
+    Args:
+        inputs: tensors that the step reads, on the CPU.
+        kv_lengths: that belong to each of the inputs; None for a step without attention.
+    """
+    lengths = kv_lengths or [()] * len(inputs)
+    current, *later = ([x.to(ops.device) for x in given] for given in inputs)
+    step, on_cpu = make(ops), make(CPU)
+
+    def run() -> list[Tensor]:
+        replay = Replayed(step, name, lengths[0], current, in_thread=in_thread)
+        pairs = zip(lengths[1:], later, strict=True)
+        return [x.clone() for each, given in pairs for x in replay(each, given)]
+
+    results = [[x.clone() for x in on_cpu(each, *given)] for each, given in zip(lengths, inputs, strict=True)]
+    return Case(name, run, list(chain.from_iterable(results[1:])), timed=False, exact=exact)

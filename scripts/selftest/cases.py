@@ -55,37 +55,50 @@ def randn(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def rope_tables(ops: Ops) -> tuple[Tensor, Tensor]:
-    """The tables of ``ops.rope`` for TOKENS positions, in the form that the device wants."""
-    frequencies = ROPE_THETA ** -(torch.arange(0, DIM, 2) / DIM)
-    angles = torch.outer(torch.arange(TOKENS) * 17.0, frequencies)
-    return ops.rope_tables(angles.cos().to(ops.device), angles.sin().to(ops.device), torch.bfloat16)
-
-
-def rope_tables_by_head(ops: Ops) -> tuple[Tensor, Tensor]:
-    """The same tables with a row for each head of q, k and v, as Dream has them: v is not rotated."""
+    """The tables of ``ops.rope`` for TOKENS positions, for each head of q, k and v, as Dream has them: v is not
+    rotated."""
+    angles = torch.outer(torch.arange(TOKENS) * 17.0, ROPE_THETA ** -(torch.arange(0, DIM, 2) / DIM))
     is_rotated = (torch.arange(HEADS + 2 * KV_HEADS) < HEADS + KV_HEADS)[:, None].to(ops.device)
-    cos, sin = rope_tables(ops)
+    cos, sin = ops.rope_tables(angles.cos().to(ops.device), angles.sin().to(ops.device), torch.bfloat16)
     return torch.where(is_rotated, cos, torch.ones_like(cos)), torch.where(is_rotated, sin, torch.zeros_like(sin))
 
 
 def entries_of(lengths: Sequence[int], kv_lengths: Sequence[int], num_pages: int, width: int | None = None) -> Entries:
-    """Attention entries over random pages, each of a sequence of its own.
-
-    Args:
-        lengths: queries of each entry.
-        kv_lengths: positions that each entry sees.
-        num_pages: pages of the pool.
-        width: pages of each page table; None for as many as the longest entry needs.
-    """
+    """Attention entries of so many queries that see so many positions, each of a sequence of its own with random pages
+    of a pool. Page tables have ``width`` pages, or as many as the longest entry needs."""
     width = width or pages_for(max(kv_lengths))
     page_tables = torch.stack([torch.randperm(num_pages)[:width] for _ in lengths]).int()
     return Entries(tuple(lengths), tuple(kv_lengths), page_tables, tuple(range(len(lengths))), (0,) * len(lengths))
 
 
-def on_device(entries: Entries, ops: Ops) -> Entries:
-    """The entries as ``ops`` take them, with their page tables on its device."""
-    entries = entries.divided(ops.max_queries)
-    return replace(entries, page_tables=entries.page_tables.to(ops.device))
+@dataclass(frozen=True)
+class AttentionSample:
+    """Random queries, keys and values."""
+
+    q: Tensor
+    """[queries, heads, DIM]."""
+    caches: Tensor
+    """Keys and values [2, pages, PAGE_SIZE, KV heads, DIM]."""
+    entries: Entries
+
+    def on(self, ops: Ops) -> AttentionSample:
+        """The same on the device of ``ops``, with entries as these take them."""
+        entries = self.entries.divided(ops.max_queries)
+        entries = replace(entries, page_tables=entries.page_tables.to(ops.device))
+        return AttentionSample(self.q.to(ops.device), self.caches.to(ops.device), entries)
+
+    def attend(self, ops: Ops) -> Tensor:
+        """Attention on the device where the sample is."""
+        return ops.attention(self.q, self.caches[0], self.caches[1], self.entries)
+
+
+def attention_sample(
+    lengths: Sequence[int], kv_lengths: Sequence[int], num_pages: int, ranks: int = 1
+) -> AttentionSample:
+    """A sample with the heads of one of so many tensor parallel ranks; the others as for ``entries_of``."""
+    q = randn(sum(lengths), HEADS // ranks, DIM)
+    caches = randn(2, num_pages, PAGE_SIZE, KV_HEADS // ranks, DIM)
+    return AttentionSample(q, caches, entries_of(lengths, kv_lengths, num_pages))
 
 
 BLOCK_LENGTHS = [BLOCK] * 8
@@ -102,27 +115,20 @@ ATTENTION: dict[str, tuple[list[int], list[int], int]] = {
 
 def attention_cases(ops: Ops, layout: str) -> Iterator[Case]:
     """Attention in one layout, as the engine calls it."""
-    for name, (lengths, kv_lengths, num_pages) in ATTENTION.items():
-        q, caches = randn(sum(lengths), HEADS, DIM), randn(2, num_pages, PAGE_SIZE, KV_HEADS, DIM)
-        entries = entries_of(lengths, kv_lengths, num_pages)
-        k_cache, v_cache = caches.to(ops.device)
-        run = partial(ops.attention, q.to(ops.device), k_cache, v_cache, on_device(entries, ops))
-        yield Case(f"attention {layout}, {name}", run, CPU.attention(q, caches[0], caches[1], entries))
+    for name, arguments in ATTENTION.items():
+        sample = attention_sample(*arguments)
+        yield Case(f"attention {layout}, {name}", partial(sample.on(ops).attend, ops), sample.attend(CPU))
 
 
 def asked_case(ops: Ops) -> Case:
-    """Asks whether the kernel minds entries that together have more pages than the pool.
-
-    NpuOps avoids such calls by further launches when the pool is nearly full, so the engine does not depend on the
-    answer.
-    """
+    """Asks whether the kernel minds entries that together have more pages than the pool. NpuOps avoids such calls by
+    further launches, so the engine does not depend on the answer."""
     from lopa_ascend.backend.npu.ops import NpuOps, attend
 
     assert isinstance(ops, NpuOps)
-    q, caches = randn(sum(BLOCK_LENGTHS), HEADS, DIM), randn(2, SMALL_POOL, PAGE_SIZE, KV_HEADS, DIM)
-    entries = entries_of(BLOCK_LENGTHS, BLOCK_KV_LENGTHS, SMALL_POOL)
-    k_cache, v_cache = caches.to(ops.device)
-    given = on_device(entries, ops)
-    lengths = given.lengths, given.kv_lengths
-    run = partial(attend, ops.kernel_layout, q.to(ops.device), k_cache, v_cache, *lengths, given.page_tables)
-    return Case(ASKED, run, CPU.attention(q, caches[0], caches[1], entries))
+    sample = attention_sample(BLOCK_LENGTHS, BLOCK_KV_LENGTHS, SMALL_POOL)
+    there = sample.on(ops)
+    (k_cache, v_cache), entries = there.caches, there.entries
+    lengths = entries.lengths, entries.kv_lengths
+    run = partial(attend, ops.kernel_layout, there.q, k_cache, v_cache, *lengths, entries.page_tables)
+    return Case(ASKED, run, sample.attend(CPU))

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -48,7 +49,6 @@ class Finding:
     """What was found about one case."""
 
     name: str
-    """Name of the case."""
     verdict: str
     """One of ``VERDICTS``."""
     error: float | None = None
@@ -62,14 +62,6 @@ class Finding:
     """The ranks with this finding; empty if all have it."""
 
 
-def examine(case: Case, repeats: int) -> Finding:
-    """Runs a case, compares its result, and times it. Its name is written before it runs, its verdict after it."""
-    announce(f"{case.name} ... ")
-    finding = _examine(case, repeats)
-    announce_verdict(finding)
-    return finding
-
-
 def announce(text: str) -> None:
     """Writes to stderr at once, on rank 0. What was written is not lost where the device hangs or ends the process."""
     if rank_in_environment() in (None, 0):
@@ -77,20 +69,25 @@ def announce(text: str) -> None:
         sys.stderr.flush()
 
 
-def announce_verdict(finding: Finding) -> None:
-    """Ends the line of a case."""
-    announce(f"{finding.verdict}: {finding.message}\n" if finding.message else f"{finding.verdict}\n")
-
-
-def announced(finding: Finding) -> Finding:
-    """The finding of something that was not tried, after a line about it."""
-    announce(f"{finding.name} ... ")
-    announce_verdict(finding)
+def announced(name: str, find: Callable[[], Finding]) -> Finding:
+    """What is found. The name is written before it is looked for, the verdict after it."""
+    announce(f"{name} ... ")
+    finding = find()
+    announce(f"{': '.join(filter(None, (finding.verdict, finding.message)))}\n")
     return finding
 
 
+def not_tried(name: str, message: str) -> Finding:
+    """The finding of what is refused without a try, after a line about it."""
+    return announced(name, lambda: Finding(name, "refused", message=message))
+
+
+def examine(case: Case, repeats: int) -> Finding:
+    """Runs a case, compares its result, and times it."""
+    return announced(case.name, partial(_examine, case, repeats))
+
+
 def _examine(case: Case, repeats: int) -> Finding:
-    """``examine`` without what is written."""
     try:
         results = on_cpu(case.run())
         micros = median_micros(case.run, repeats) if case.timed else None
@@ -101,23 +98,21 @@ def _examine(case: Case, repeats: int) -> Finding:
     return Finding(case.name, "ok" if worst <= most else "WRONG", worst, micros)
 
 
-def examine_cases(cases: Iterable[Case | Finding], rest: str, repeats: int) -> list[Finding]:
+def examine_cases(cases: Iterable[Case | tuple[str, str]], rest: str, repeats: int) -> list[Finding]:
     """Examines cases, whose inputs are put on the device one case after the other.
 
     A kernel may have left the device unusable. Then no further inputs can be made, and what was found until then is
-    kept.
+    kept. ``rest`` is the name of the finding that stands for all further cases.
 
     Args:
-        cases: findings among them are kept as they are.
-        rest: name of the finding that stands for all cases from the first one on whose inputs cannot be made.
-        repeats: timed calls of each op.
+        cases: or the name of one that is not to be tried, and why.
     """
     findings: list[Finding] = []
     try:
         for case in cases:
-            findings.append(announced(case) if isinstance(case, Finding) else examine(case, repeats))
+            findings.append(examine(case, repeats) if isinstance(case, Case) else not_tried(*case))
     except REFUSALS as error:
-        findings.append(announced(Finding(rest, "refused", message=f"not tried: {shortened(error)}")))
+        findings.append(not_tried(rest, f"not tried: {shortened(error)}"))
     return findings
 
 
@@ -151,10 +146,8 @@ def share_of_different(result: Tensor, expected: Tensor) -> float:
 
 
 def examine_all(repeats: int) -> list[Finding]:
-    """Examines all cases on this process's NPU but the asked one; each op is timed ``repeats`` times.
-
-    A kernel may leave the device unusable. So what the options for the server need comes first.
-    """
+    """Examines all cases on this process's NPU but the asked one. A kernel may leave the device unusable, so what the
+    options for the server need comes first."""
     by_layout = {layout: eager_ops(layout) for layout in ATTENTION_LAYOUTS}
     ops = next(iter(by_layout.values()))
     from scripts.selftest.op_cases import expert_cases, float_cases, int8_cases  # need torch_npu, as ops do
@@ -172,10 +165,10 @@ def examine_all(repeats: int) -> list[Finding]:
     return findings + examine_cases(int8_cases(ops), f"{INT8}: further cases", repeats)
 
 
-def timed_cases(by_layout: Mapping[str, Ops], working: Sequence[str]) -> Iterator[Case | Finding]:
+def timed_cases(by_layout: Mapping[str, Ops], working: Sequence[str]) -> Iterator[Case | tuple[str, str]]:
     """The cases that are timed to choose a layout; refused where attention in the layout is not ok."""
     for layout, case in speed_cases(by_layout):
-        yield case if layout in working else Finding(case.name, "refused", message=NOT_TIMED)
+        yield case if layout in working else (case.name, NOT_TIMED)
 
 
 def eager_ops(layout: str) -> Ops:
@@ -185,11 +178,7 @@ def eager_ops(layout: str) -> Ops:
 
 
 def examine_asked(findings: Sequence[Finding], repeats: int) -> Finding:
-    """Tries a call of a kernel that the engine avoids. An error may leave the device unusable, so this comes last.
-
-    Args:
-        findings: of ``examine_all``.
-    """
+    """Tries a call of a kernel that the engine avoids. An error may leave the device unusable, so this comes last."""
 
     def cases() -> Iterator[Case]:  # a generator, so that ``examine_cases`` catches what making the case raises
         yield asked_case(eager_ops(chosen_layout(findings) or FIRST_LAYOUT))
@@ -209,11 +198,8 @@ def working_layouts(findings: Sequence[Finding]) -> list[str]:
 
 
 def chosen_layout(findings: Sequence[Finding], timed: Sequence[tuple[int, int]] | None = None) -> str | None:
-    """Of the attention layouts that work the first one, or one that is clearly faster; None if none works.
-
-    Args:
-        timed: the blocks and keys whose times decide; None for all.
-    """
+    """Of the attention layouts that work the first one, or one that is clearly faster in the cases of ``timed``, or in
+    all; None if none works."""
     working = working_layouts(findings)
     if not working:
         return None
@@ -245,10 +231,8 @@ def timed_name(blocks: int, num_keys: int) -> str:
 
 
 def options(findings: Sequence[Finding]) -> str | None:
-    """Flags with which the server does without everything that is not ok; None if there are none.
-
-    They quantise nothing, whether the ops of W8A8 are ok or not.
-    """
+    """Flags with which the server does without everything that is not ok; None if there are none. They do not
+    quantise, whether the ops of W8A8 are ok or not."""
     layout = chosen_layout(findings)
     avoidable = (
         CAPTURED,
@@ -272,11 +256,14 @@ def capture_works(findings: Sequence[Finding]) -> bool:
     return all(finding.verdict == "ok" for finding in findings if finding.name.startswith(CAPTURED))
 
 
-def latencies(group: Group, device: torch.device, repeats: int) -> dict[int, float]:
-    """Median microseconds of an all-reduce, by its bytes. Every rank of the group must call it.
+def captured_layout(findings: Sequence[Finding]) -> str | None:
+    """The chosen layout if steps can be captured with it."""
+    return chosen_layout(findings) if capture_works(findings) else None
 
-    They are launched one by one, so a time also has what the host takes to launch one, where that is longer.
-    """
+
+def latencies(group: Group, device: torch.device, repeats: int) -> dict[int, float]:
+    """Median microseconds of an all-reduce, by its bytes, or of its launch by the host, where that takes longer. Every
+    rank of the group must call it."""
     medians = {}
     for size in SIZES:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)

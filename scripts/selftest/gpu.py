@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from lopa_ascend.backend.cuda.graphs import Capture, StreamCapture
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.config import EngineConfig, GraphParams, ModelConfig
 from lopa_ascend.model.base import SplitModel
+from scripts.bench.machine import versions_of
 from scripts.bench.plan.devices import Range, known_devices, load_device
 from scripts.bench.plan.models import load_model
 from scripts.selftest.hour import LEFT_OUT, WRONG, Report, Row, Step
@@ -96,8 +96,7 @@ def opened() -> Ops:
 
 def machine(plan: Plan, found: Report) -> Iterator[Row]:
     """Versions, driver, compiler, memory, tools and what else engines import."""
-    names = ("torch", "triton", "numpy", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
-    versions = {name: metadata.version(name) for name in names if _is_installed(name)}
+    versions = versions_of(("torch", "triton", "numpy", "nvidia-nccl-cu13", "nvidia-nccl-cu12"))
     yield {"name": "versions", "lopa_ascend": __version__, "python": sys.version.split()[0], **versions}
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     header = Path(sysconfig.get_path("include"), "Python.h").exists()
@@ -117,14 +116,6 @@ def machine(plan: Plan, found: Report) -> Iterator[Row]:
         row |= {"capability": f"{gpu.major}.{gpu.minor}", "SMs": gpu.multi_processor_count}
         l2 = getattr(gpu, "L2_cache_size", 0)
         yield row | {"free GiB": free / 2**30, "GiB": total / 2**30, "L2 MiB": l2 / 2**20}
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def kernels(plan: Plan, found: Report) -> Iterator[Row]:

@@ -59,11 +59,7 @@ class Examination:
         self._found: Report = {}
 
     def run(self, steps: list[Step]) -> list[str]:
-        """Runs the steps in their order, up to the first needed one with a fault.
-
-        Returns:
-            What is wrong, one line for each fault.
-        """
+        """What is wrong, one line for each fault, after the steps up to the first needed one with a fault."""
         for number, step in enumerate(steps):
             faults = self._run(step)
             if faults and step.is_needed:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from importlib import metadata
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lopa_ascend import __version__
-from lopa_ascend.backend.npu import environment as npu_environment
+from lopa_ascend.backend.interface import Ops
+from lopa_ascend.backend.npu.environment import TASK_QUEUE
+from lopa_ascend.backend.npu.environment import VARIABLES as ENVIRONMENT
 from lopa_ascend.backend.npu.versions import driver_version
 from lopa_ascend.config import EngineConfig
+from lopa_ascend.parallel.coded import wrong_exchange
 from lopa_ascend.parallel.collectives import Group, RankError
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, rank_in_environment
 from lopa_ascend.parallel.mesh import Mesh
+from scripts.bench.machine import versions_of
 from scripts.selftest.cases import ASKED_SUMS
 from scripts.selftest.exchanges import EXCHANGES, collectives_case, exchanges_case
 from scripts.selftest.findings import (
@@ -26,10 +30,10 @@ from scripts.selftest.findings import (
     SIZES,
     Finding,
     announce,
-    announce_verdict,
     announced,
     attention_times,
     capture_works,
+    captured_layout,
     chosen_layout,
     device_failure,
     eager_ops,
@@ -38,6 +42,7 @@ from scripts.selftest.findings import (
     examine_asked,
     latencies,
     merged,
+    not_tried,
     options,
     slowest,
 )
@@ -47,27 +52,19 @@ from scripts.selftest.speed import FEW
 from scripts.selftest.updates import CALLS as UPDATED_CALLS
 from scripts.selftest.updates import fastest_queue, times_by_queue
 
-VARIABLES = ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "CPU_AFFINITY_CONF", *npu_environment.VARIABLES)
+VARIABLES = ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "CPU_AFFINITY_CONF", *ENVIRONMENT)
 """Environment variables that the report names."""
 ALL_REDUCES = "all-reduces between the ranks"
 """Name of the finding where they are refused. Without them no options are left."""
 SUMS_ADVICE = (
     "if the times of all-reduces below say that it is faster, set LOPA_TP_EXPANSION_MODE=AIV_ONLY with --deterministic"
 )
-LEAST_AND_MOST = (SIZES[0], SIZES[-1])
 ASKED_SECONDS = 60
 """After which HCCL gives up a sum that the last question asks for."""
 
 
 def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any], list[Finding], int]:
-    """Examines this rank's NPU, together with the other ranks if torchrun has started several.
-
-    Args:
-        tensor_parallel_size: ranks of a tensor parallel group.
-        repeats: timed calls of each op.
-
-    Returns:
-        The report, the findings of all ranks, and this rank.
+    """The report, the findings of all ranks, and this rank, which examines its NPU as those do that torchrun started.
 
     Raises:
         ValueError: there is no NPU for this rank, its software is too old, or the ranks do not divide evenly.
@@ -75,8 +72,7 @@ def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any
     """
     mesh = _join(tensor_parallel_size)
     findings, times = _examine_rank(mesh, repeats)
-    updates = _update_times(findings, repeats) if mesh.rank == 0 else {}
-    parts = _part_times(findings, repeats) if mesh.rank == 0 else {}
+    layout = captured_layout(findings) if mesh.rank == 0 else None
     report = {
         "stack": _software_and_device(),
         "ranks": mesh.size,
@@ -84,8 +80,8 @@ def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any
         "findings": [asdict(finding) for finding in findings],
         "attention_us": attention_times(findings),
         "all_reduce_us": times,
-        "updates_us": updates,
-        "parts": parts,
+        "updates_us": _measured("host of replays", times_by_queue, layout, repeats),
+        "parts": _measured("parts of a step", part_times, layout, repeats),
         "options": options(findings),
         "layout_of_few": chosen_layout(findings, FEW),
     }
@@ -93,32 +89,21 @@ def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any
     return report, findings, mesh.rank
 
 
-def _update_times(findings: Sequence[Finding], repeats: int) -> dict[str, dict[str, float] | str]:
-    """What replays cost the host, by TASK_QUEUE_ENABLE; empty where nothing can be captured."""
-    layout = chosen_layout(findings)
-    if layout is None or not capture_works(findings):
-        return {}
-    return times_by_queue(eager_ops(layout), repeats)
-
-
-def _part_times(findings: Sequence[Finding], repeats: int) -> dict[str, float]:
-    """See ``part_times``; empty where nothing can be captured."""
-    layout = chosen_layout(findings)
-    if layout is None or not capture_works(findings):
+def _measured(
+    name: str, measure: Callable[[Ops, int], Mapping[str, Any]], layout: str | None, repeats: int
+) -> Mapping[str, Any]:
+    """What captured graphs take; empty where nothing can be captured."""
+    if layout is None:
         return {}
     try:
-        return part_times(eager_ops(layout), repeats)
+        return measure(eager_ops(layout), repeats)
     except REFUSALS as error:
-        announce(f"parts of a step: not timed: {shortened(error)}\n")
+        announce(f"{name}: not timed: {shortened(error)}\n")
         return {}
 
 
 def _join(tensor_parallel_size: int) -> Mesh:
-    """Joins the ranks that torchrun has started. If it has started one, or none, this process is the only rank.
-
-    Raises:
-        ValueError, RankError: as ``examine_node``.
-    """
+    """Joins the ranks that torchrun has started. If it has started one, or none, this process is the only rank."""
     tp, flag = tensor_parallel_size, f"--tensor-parallel-size {tensor_parallel_size}"
     if rank_in_environment() is None:
         if tp > 1:
@@ -159,18 +144,13 @@ def examine_groups(
     """Microseconds of an all-reduce by group and bytes, and what was found about collectives between the ranks.
 
     Nothing is tried if the device of some rank no longer computes: the others would wait for it, and then end.
-
-    Args:
-        findings: what this rank has found before.
-        repeats: timed calls of each all-reduce.
     """
     groups = {name: group for name, group in (("tp", mesh.tp), ("bp", mesh.bp)) if group.size > 1}
     if not groups:
         return {}, []
     failure = first_failure(mesh, "devices", device_failure(device))
     if failure:
-        message = f"not tried, because a device no longer computes: {failure}"
-        return {}, [announced(Finding(ALL_REDUCES, "refused", message=message))]
+        return {}, [not_tried(ALL_REDUCES, f"not tried, because a device no longer computes: {failure}")]
     announce(f"{ALL_REDUCES} ... ")
     try:
         times = {name: latencies(group, device, repeats) for name, group in groups.items()}
@@ -198,30 +178,26 @@ def ask_vector_cores(
     """
     failure = "" if capture_works(findings) and not device_failure(device) else "captured cases are not ok"
     if failure := first_failure(mesh, "vector cores", failure):
-        return {}, announced(Finding(ASKED_SUMS, "asked", message=f"not tried: {failure}"))
-    announce(f"{ASKED_SUMS} ... ")
-    grid = torch.arange(mesh.size).view(-1, mesh.tp.size)
-    try:
+        return {}, Finding(ASKED_SUMS, "asked", message=f"not tried: {failure}")
+    times: dict[str, dict[int, float]] = {}
+
+    def answer() -> str:
+        grid = torch.arange(mesh.size).view(-1, mesh.tp.size)
         asked = vector_cores_alone(dist.get_backend())
-        made = dist.new_subgroups_by_enumeration(grid.tolist(), pg_options=asked)
-        group: dist.ProcessGroup = made[0]
-        alone = Group(mesh.tp.rank, mesh.tp.size, group)
-        is_right = sums_are_right(alone, device)
-        times = {"tp, vector cores alone, captured": captured_latencies(alone, device, repeats)}
-    except (RankError, *REFUSALS) as error:
-        times, message = {}, shortened(error)
-    else:
-        message = f"right; {SUMS_ADVICE}" if is_right else "the sums are WRONG"
-    finding = Finding(ASKED_SUMS, "asked", message=message)
-    announce_verdict(finding)
+        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(grid.tolist(), pg_options=asked)[0]
+        alone, like = Group(mesh.tp.rank, mesh.tp.size, group), torch.empty(0, dtype=torch.bfloat16, device=device)
+        faults = [wrong_exchange(alone, "tp", 1, like, size // 2, None) for size in (SIZES[0], SIZES[-1])]
+        times["tp, vector cores alone, captured"] = captured_latencies(alone, device, repeats)
+        return next(filter(None, faults), f"right; {SUMS_ADVICE}")
+
+    def find() -> Finding:
+        try:
+            return Finding(ASKED_SUMS, "asked", message=answer())
+        except REFUSALS as error:
+            return Finding(ASKED_SUMS, "asked", message=shortened(error))
+
+    finding = announced(ASKED_SUMS, find)
     return times, finding
-
-
-def sums_are_right(group: Group, device: torch.device) -> bool:
-    """Whether the smallest and the largest sum that is timed is exact: rank r gives 2 ** r. All ranks must call it."""
-    given = [torch.full((size // 2,), 2.0**group.rank, dtype=torch.bfloat16, device=device) for size in LEAST_AND_MOST]
-    sums = [group.all_reduce(x, "self-test") for x in given]
-    return all(bool((found == 2.0**group.size - 1).all()) for found in sums)
 
 
 def vector_cores_alone(backend: str) -> Any:
@@ -236,39 +212,23 @@ def vector_cores_alone(backend: str) -> Any:
 def examine_exchanges(mesh: Mesh, findings: Sequence[Finding], repeats: int) -> Finding:
     """Tries the collectives of a captured step, unless some rank has no captured attention that is ok: the others would
     wait for it, and then end."""
-    layout = chosen_layout(findings)
-    failure = "" if layout and capture_works(findings) else "captured cases are not ok"
-    failure = first_failure(mesh, "captured cases", failure)
-    if failure:
-        return announced(Finding(EXCHANGES, "refused", message=f"not tried: {failure}"))
-    assert layout is not None
-    ops = eager_ops(layout)
-    return examine(exchanges_case(ops, mesh.tp, mesh.bp, raises_on_all(mesh, "captured exchanges")), repeats)
+    layout = captured_layout(findings)
+    failure = first_failure(mesh, "captured cases", "" if layout else "captured cases are not ok")
+    if failure or layout is None:
+        return not_tried(EXCHANGES, f"not tried: {failure}")
+    agree = partial(raise_on_all, mesh, "captured exchanges")
+    return examine(exchanges_case(eager_ops(layout), mesh.tp, mesh.bp, agree), repeats)
 
 
-def raises_on_all(mesh: Mesh, subject: str) -> Callable[[str], None]:
-    """A function that every rank calls with what has failed there, or "", and that raises RuntimeError on all ranks if
-    anything has.
-
-    Args:
-        subject: as for ``Mesh.all_gather_text``.
-    """
-
-    def agree(failure: str) -> None:
-        found = first_failure(mesh, subject, failure)
-        if found:
-            raise RuntimeError(found)
-
-    return agree
+def raise_on_all(mesh: Mesh, subject: str, failure: str) -> None:
+    """Raises RuntimeError on all ranks if anything has failed on one. Every rank must call it, as ``first_failure``."""
+    if found := first_failure(mesh, subject, failure):
+        raise RuntimeError(found)
 
 
 def first_failure(mesh: Mesh, subject: str, failure: str) -> str:
-    """What has failed on the first rank on which something has, with the rank; empty if nothing has.
-
-    Args:
-        subject: as for ``Mesh.all_gather_text``.
-        failure: what has failed on this rank; empty if nothing has.
-    """
+    """What has failed on the first rank on which something has, with the rank; empty if nothing has, as ``failure`` is
+    then on this one."""
     failures = mesh.all_gather_text(subject, failure)
     return next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text), "")
 
@@ -279,13 +239,13 @@ def _software_and_device() -> dict[str, str]:
 
     npu = torch.get_device_module("npu")
     # The project may run from a checkout without being installed, so that pip does not know its version.
-    versions = {"lopa-dist-ascend": __version__, **{name: metadata.version(name) for name in ("torch", "torch_npu")}}
+    versions = {"lopa-dist-ascend": __version__, **versions_of(("torch", "torch_npu"))}
     variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     device = f"{npu.get_device_name(npu.current_device())} ({npu.device_count()} visible)"
     return {**versions, "CANN": cann_version(), "driver": driver_version() or "unknown", "device": device, **variables}
 
 
-def report_text(report: dict[str, Any], findings: Sequence[Finding]) -> str:
+def report_text(report: Mapping[str, Any], findings: Sequence[Finding]) -> str:
     """The report as it is printed."""
     lines = ["NPU self-test"]
     lines += [f"  {name:24s} {value}" for name, value in report["stack"].items()]
@@ -298,24 +258,37 @@ def report_text(report: dict[str, Any], findings: Sequence[Finding]) -> str:
             lines.append(f"{'':9s}{finding.message}")
         if finding.ranks:
             lines.append(f"{'':9s}on ranks {', '.join(map(str, finding.ranks))}")
-    lines.append("")
-    for layout, by_case in report["attention_us"].items():
-        lines.append(f"attention, {layout}: " + "; ".join(f"{name} {us:.1f} us" for name, us in by_case.items()))
-    for group, times in report["all_reduce_us"].items():
-        lines.append(f"all-reduce, {group} groups: " + ", ".join(f"{n} B {us:.0f} us" for n, us in times.items()))
-    if not report["all_reduce_us"]:
-        lines.append("all-reduce: not measured with one rank; torchrun starts several")
+    conclusions = {
+        "environment for the server": (queue := fastest_queue(report["updates_us"])) and f"{TASK_QUEUE}={queue}",
+        "for one or two sequences at a time": _flag_of_few(report),
+        "options for the server": report["options"] or "none: see above what was refused or wrong",
+    }
+    lines += ["", *(f"{name}: {text}" for name, text in {**_measured_texts(report), **conclusions}.items() if text)]
+    return "\n".join(lines)
+
+
+def _measured_texts(report: Mapping[str, Any]) -> dict[str, str]:
+    """By name what was timed."""
+    texts = {f"attention, {layout}": _listed(times) for layout, times in report["attention_us"].items()}
+    sums = {group: {f"{size} B": us for size, us in times.items()} for group, times in report["all_reduce_us"].items()}
+    texts |= {f"all-reduce, {group} groups": _listed(times) for group, times in sums.items()}
+    if not sums:
+        texts["all-reduce"] = "not measured with one rank; torchrun starts several"
     if parts := report["parts"]:
         speed = parts["products_bytes"] / max(parts["products_us"], 1e-3) / 1e6
-        others = f"attention {parts['attention_us']:.1f} us, a small kernel {parts['small_us']:.1f} us"
-        lines.append(f"in a captured graph: products read {speed:.2f} TB/s, {others}")
+        others = _listed({"attention": parts["attention_us"], "a small kernel": parts["small_us"]})
+        texts["in a captured graph"] = f"products read {speed:.2f} TB/s; {others}"
     for queue, found in report["updates_us"].items():
-        by_kind = found if isinstance(found, str) else ", ".join(f"{kind} {us:.0f} us" for kind, us in found.items())
-        lines.append(f"host of a replay, {UPDATED_CALLS} KV lengths, {npu_environment.TASK_QUEUE}={queue}: {by_kind}")
-    if fastest := fastest_queue(report["updates_us"]):
-        lines.append(f"environment for the server: {npu_environment.TASK_QUEUE}={fastest}")
-    few = report["layout_of_few"]
-    if few and report["options"] and f" {few} " not in report["options"]:
-        lines.append(f"for one or two sequences at a time: --attention-layout {few}")
-    chosen = report["options"] or "none: see above what was refused or wrong"
-    return "\n".join([*lines, f"options for the server: {chosen}"])
+        name = f"host of a replay, {UPDATED_CALLS} KV lengths, {TASK_QUEUE}={queue}"
+        texts[name] = found if isinstance(found, str) else _listed(found)
+    return texts
+
+
+def _listed(times: Mapping[str, float]) -> str:
+    return "; ".join(f"{name} {us:.1f} us" for name, us in times.items())
+
+
+def _flag_of_few(report: Mapping[str, Any]) -> str:
+    """The layout for few sequences, where the options have another one."""
+    few, chosen = report["layout_of_few"], report["options"]
+    return f"--attention-layout {few}" if few and chosen and f" {few} " not in chosen else ""

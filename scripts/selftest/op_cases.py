@@ -3,16 +3,15 @@ the experts of LLaDA2.0-mini."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.backend.npu.trials import NORM_ROPE, LayerShape, Random, experts_trial, int8_trials, trials
 from lopa_ascend.config import ExpertsConfig
-from scripts.selftest.captures import Captures
+from scripts.selftest.captures import Step, replayed_case
 from scripts.selftest.cases import (
     CPU,
     DIM,
@@ -87,23 +86,11 @@ def int8_cases(ops: Ops) -> Iterator[Case]:
 
 def captured_product_case(ops: Ops) -> Case:
     """A quantisation and a product that are captured with some activations, and replayed with others."""
-    name = f"{INT8}: product in a graph, replayed with other inputs"
     weight, by_output = CPU.quantize(randn(HIDDEN, HIDDEN, scale=HIDDEN**-0.5))
-    x, later = randn(TOKENS, HIDDEN), randn(TOKENS, HIDDEN)
-    npu_x, npu_later, stored, npu_scale = (
-        x.to(ops.device),
-        later.to(ops.device),
-        ops.stored(weight.to(ops.device)),
-        by_output.to(ops.device),
-    )
 
-    def step(_: Sequence[int]) -> list[Tensor]:
-        return [ops.quant_linear(*ops.quantize(npu_x), stored, npu_scale, None, torch.bfloat16)]
+    def product(there: Ops) -> Step:
+        stored, scale = there.stored(weight.to(there.device)), by_output.to(there.device)
+        return lambda _, x: [there.quant_linear(*there.quantize(x), stored, scale, None, torch.bfloat16)]
 
-    def run() -> list[Tensor]:
-        replay = Captures().capture(step, name)
-        npu_x.copy_(npu_later)
-        return replay([])
-
-    expected = CPU.quant_linear(*CPU.quantize(later), weight, by_output, None, torch.bfloat16)
-    return Case(name, run, [expected], timed=False)
+    inputs = [[randn(TOKENS, HIDDEN)] for _ in range(2)]
+    return replayed_case(ops, f"{INT8}: product in a graph, replayed with other inputs", product, inputs)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.backend.interface import Ops
-from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
+from lopa_ascend.kv.pages import pages_for
 from lopa_ascend.parallel.collectives import CapturedGroup, Group
-from scripts.selftest.cases import BLOCK, DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, entries_of, on_device, randn
+from scripts.selftest.captures import Replayed
+from scripts.selftest.cases import BLOCK, DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, attention_sample, randn
 from scripts.selftest.findings import SIZES, SUMS, median_micros
-from scripts.selftest.speed import KV_LENGTHS, TP, ReplayedAttention
+from scripts.selftest.speed import KV_LENGTHS, TP, replayed_attention
 
 BLOCKS = 2
 TOKENS = BLOCKS * BLOCK
@@ -30,61 +31,42 @@ CALLS = 16
 """Calls of attention, and of a small kernel, in the smaller graph."""
 
 
-def added_micros(timed: Callable[[int], float], calls: int) -> float:
+def added_micros(graph: Callable[[int], Replayed], calls: int, repeats: int) -> float:
     """Microseconds of a call in a graph, without what a replay itself costs: those that twice as many more calls add.
+    ``graph`` makes one with so many calls."""
+    micros = []
+    for number in (calls, 3 * calls):
+        replay = graph(number)
+        replay()
+        micros.append(median_micros(replay, repeats))
+    return max(0.0, micros[1] - micros[0]) / (2 * calls)
 
-    Args:
-        timed: microseconds of a replay with so many calls.
-    """
-    return max(0.0, timed(3 * calls) - timed(calls)) / (2 * calls)
 
-
-def replayed_micros(call: Callable[[int], object], repeats: int, number: int) -> float:
-    """Median microseconds of a replay of a captured graph.
-
-    Args:
-        call: is given its number.
-        repeats: timed replays.
-        number: of calls in the graph.
-    """
-    from lopa_ascend.backend.npu.captured import capturing
-
-    call(0)  # what a first call needs, such as connecting ranks, may not happen in a capture
-    with torch.no_grad(), capturing() as graph:
-        results = [call(index) for index in range(number)]
-    graph.replay()
-    micros = median_micros(graph.replay, repeats)
-    del results  # the memory that the graph writes
-    return micros
+def graph_of(call: Callable[[int], Tensor], calls: int) -> Replayed:
+    """A graph of calls, each of which is given its number."""
+    return Replayed(lambda _: [call(index) for index in range(calls)], "parts")
 
 
 def part_times(ops: Ops, repeats: int) -> dict[str, float]:
     """Microseconds of a layer's products, of an attention and of a small kernel on a rank of TP 4 with TOKENS tokens,
     and the bytes that products and attention move."""
-    heads, kv_heads = HEADS // TP, KV_HEADS // TP
     weights = [[ops.stored(randn(*shape).to(ops.device)) for shape in PRODUCTS] for _ in range(LAYERS)]
     inputs = [randn(TOKENS, columns).to(ops.device) for _, columns in PRODUCTS]
 
-    def layer(index: int) -> object:
-        return [ops.linear(x, weight) for x, weight in zip(inputs, weights[index % LAYERS], strict=True)]
+    def layer(index: int) -> Tensor:
+        return [ops.linear(x, weight) for x, weight in zip(inputs, weights[index % LAYERS], strict=True)][-1]
 
     num_keys = KV_LENGTHS[0]
-    num_pages = 2 * BLOCKS * pages_for(num_keys)
-    entries = on_device(entries_of([BLOCK] * BLOCKS, [num_keys] * BLOCKS, num_pages), ops)
-    k_cache, v_cache = randn(2, num_pages, PAGE_SIZE, kv_heads, DIM).to(ops.device)
-    q, small = randn(TOKENS, heads, DIM).to(ops.device), torch.zeros(TOKENS, dtype=torch.int32, device=ops.device)
+    sample = attention_sample([BLOCK] * BLOCKS, [num_keys] * BLOCKS, 2 * BLOCKS * pages_for(num_keys), TP).on(ops)
+    small = torch.zeros(TOKENS, dtype=torch.int32, device=ops.device)
 
-    def attention(calls: int) -> float:
-        run = ReplayedAttention(ops, q, k_cache, v_cache, entries, "parts", calls)
-        run()
-        return median_micros(run, repeats)
-
+    attention = partial(replayed_attention, ops, sample, "parts")
     return {
         "products_bytes": 2.0 * sum(rows * columns for rows, columns in PRODUCTS),
-        "products_us": added_micros(partial(replayed_micros, layer, repeats), LAYERS),
-        "attention_bytes": 2.0 * DIM * (2 * TOKENS * heads + 2 * num_keys * kv_heads),
-        "attention_us": added_micros(attention, CALLS),
-        "small_us": added_micros(partial(replayed_micros, lambda _: small + small, repeats), CALLS),
+        "products_us": added_micros(partial(graph_of, layer), LAYERS, repeats),
+        "attention_bytes": 4.0 * DIM * (TOKENS * HEADS + num_keys * KV_HEADS) / TP,
+        "attention_us": added_micros(attention, CALLS, repeats),
+        "small_us": added_micros(partial(graph_of, lambda _: small + small), CALLS, repeats),
     }
 
 
@@ -98,5 +80,5 @@ def captured_latencies(group: Group, device: torch.device, repeats: int) -> dict
         def summed(_: int, x: Tensor = x) -> Tensor:
             return summing.all_reduce(x, "self-test")
 
-        found[size] = added_micros(partial(replayed_micros, summed, repeats), SUMS)
+        found[size] = added_micros(partial(graph_of, summed), SUMS, repeats)
     return found

@@ -105,13 +105,8 @@ def build(
     largest_first: bool = True,
     **config: Any,
 ) -> list[Row]:
-    """Compiles the buckets of an engine, and looks at each over random tokens, pages, keys and values.
-
-    Args:
-        keys: of the longest sequence.
-        look: None: only the memory of graphs is found.
-        config: of the engine.
-    """
+    """Compiles the buckets of an engine, and looks at each over random tokens, pages, keys and values, of which the
+    longest sequence has ``keys``. Without ``look`` only the memory of graphs is found."""
     ops, dtype = model.ops, model.head.dtype
     engine = EngineConfig(device="cuda", graph_params=params, **config)
     plan = plan_graphs(engine, "random", model.properties, keys, engine.max_num_batched_tokens or 8192)
@@ -134,11 +129,7 @@ def bits(replay: Run, step: Run, some: list[int], most: list[int]) -> Row:
 
 
 def clock(capture: Capture, timed: Callable[[Callable[[], object]], float], replays: int) -> Look:
-    """What measures a step with the most keys.
-
-    Args:
-        timed: seconds that the device takes for what is launched.
-    """
+    """What measures a step with the most keys; ``timed`` gives the device's seconds of what is launched."""
 
     def look(replay: Run, _: Run, some: list[int], most: list[int]) -> Row:
         replay(most)

@@ -16,8 +16,8 @@ from lopa_ascend.score.greedy import GreedyScore
 from lopa_ascend.score.merge import merge_scores
 from lopa_ascend.score.shards import shard_scores
 from lopa_ascend.types import KVShape, Scoring
-from scripts.selftest.captures import Captures
-from scripts.selftest.cases import BLOCK, CAPTURED, CPU, DIM, HIDDEN, KV_HEADS, TOKENS, Case, randn
+from scripts.selftest.captures import Step, replayed_case
+from scripts.selftest.cases import BLOCK, CAPTURED, DIM, HIDDEN, KV_HEADS, TOKENS, Case, randn
 
 VOCABULARY, MASK = 152064, 151666
 """Of Dream-7B."""
@@ -94,38 +94,27 @@ def score_case(ops: Ops) -> Case:
 
 
 def captured_step_cases(ops: Ops) -> Iterator[Case]:
-    """The predictions and the writes at the end of a compiled step, captured with some inputs and replayed with others.
+    """What ends a compiled step, captured with some inputs and replayed with others."""
+    name, inputs = f"{CAPTURED} predictions and writes of rows", [_inputs() for _ in range(2)]
+    yield replayed_case(ops, name, predictions_and_writes, inputs)
+
+
+def predictions_and_writes(ops: Ops) -> Step:
+    """The predictions and the writes at the end of a compiled step.
 
     The state of a sequence is int32, and is written as float32 with the same bits, most of which look denormal.
     """
-    name, inputs, later = f"{CAPTURED} predictions and writes of rows", _inputs(), _inputs()
-    tensors = [x.to(ops.device) for x in inputs]
-    hidden, states = (torch.zeros(TOKENS + 1, width, dtype=dtype) for width, dtype in WRITTEN)
-    npu_hidden, npu_states = hidden.to(ops.device), states.to(ops.device)
+    hidden, states = (torch.zeros(TOKENS + 1, width, dtype=dtype, device=ops.device) for width, dtype in WRITTEN)
     score = GreedyScore(range(VOCABULARY), MASK, VOCABULARY, Group(), ops)
 
-    def step(_: Sequence[int]) -> list[Tensor]:
-        logits, rows, values, packed = tensors
+    def step(_: Sequence[int], logits: Tensor, rows: Tensor, values: Tensor, packed: Tensor) -> list[Tensor]:
         scored = score(logits)
-        ops.put_rows(npu_hidden, rows, values)
-        ops.put_rows(npu_states, rows, packed.view(torch.float32))
-        return [torch.cat([scored.probs, logits.gather(1, scored.ids.long()[:, None]).view(-1).float()])]
+        ops.put_rows(hidden, rows, values)
+        ops.put_rows(states, rows, packed.view(torch.float32))
+        chosen = logits.gather(1, scored.ids.long()[:, None]).view(-1).float()
+        return [torch.cat([scored.probs, chosen]), hidden, states.view(torch.int32)]
 
-    def run() -> list[Tensor]:
-        replay = Captures().capture(step, name)
-        npu_hidden.zero_()
-        npu_states.zero_()
-        for x, values in zip(tensors, later, strict=True):
-            x.copy_(values)
-        return [*replay([]), npu_hidden, npu_states.cpu().view(torch.int32)]
-
-    logits, rows, values, packed = later
-    scored = GreedyScore(range(VOCABULARY), MASK, VOCABULARY, Group(), CPU)(logits)
-    hidden[rows] = values
-    states[rows] = packed.view(torch.float32)
-    chosen = logits.gather(1, scored.ids.long()[:, None]).view(-1).float()
-    expected = [torch.cat([scored.probs, chosen]), hidden, states.view(torch.int32)]
-    yield Case(name, run, expected, timed=False)
+    return step
 
 
 def _inputs() -> list[Tensor]:

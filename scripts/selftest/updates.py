@@ -19,15 +19,13 @@ import torch
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.backend.npu.environment import TASK_QUEUE, number
 from lopa_ascend.config import ATTENTION_LAYOUTS
-from lopa_ascend.kv.pages import PAGE_SIZE
 from scripts.selftest.captures import capture_lengths
-from scripts.selftest.cases import BLOCK, DIM, HEADS, KV_HEADS, entries_of, on_device, randn
-from scripts.selftest.speed import ReplayedAttention
+from scripts.selftest.cases import BLOCK, attention_sample
+from scripts.selftest.speed import TP, replayed_attention
 
 MODULE = "scripts.selftest.updates"
 CALLS = 28
 """Calls of attention in the graph: those of Dream-7B's layers."""
-TP = 4
 KEPT, CHANGED, IN_THREAD = "kept", "changed", "changed by a thread"
 LENGTHS = (40, 41)
 QUEUES = ("0", "1")
@@ -44,15 +42,13 @@ def own_queue() -> str:
 def update_times(ops: Ops, repeats: int) -> dict[str, float]:
     """Median microseconds in which the host launches a replay of CALLS attention calls, by what the lengths do."""
     npu = torch.get_device_module("npu")
-    entries = entries_of([BLOCK], capture_lengths(1), 2).divided(ops.max_queries)
-    caches = randn(2, 2, PAGE_SIZE, KV_HEADS // TP, DIM).to(ops.device)
-    q = randn(BLOCK, HEADS // TP, DIM).to(ops.device)
-    replay = ReplayedAttention(ops, q, caches[0], caches[1], on_device(entries, ops), "updates", CALLS).captured
+    there = attention_sample([BLOCK], capture_lengths(1), 2, TP).on(ops)
+    replay = replayed_attention(ops, there, "updates", CALLS)
     times = {}
     for name in (KEPT, CHANGED, IN_THREAD):
         replay.in_thread, durations = name == IN_THREAD, []
         for index in range(2 + repeats):
-            lengths = [LENGTHS[0 if name == KEPT else index % 2]] * len(entries.lengths)
+            lengths = [LENGTHS[0 if name == KEPT else index % 2]] * len(there.entries.lengths)
             npu.synchronize()
             begin = time.perf_counter()
             replay(lengths)

@@ -123,6 +123,7 @@ def test_where_the_policy_is_not_computed_as_on_a_cpu(monkeypatch: pytest.Monkey
 RANK = """
 import json, sys
 from dataclasses import asdict
+from functools import partial
 from unittest import mock
 import tests.npu.lab
 import torch
@@ -133,7 +134,7 @@ from lopa_ascend.parallel.launch import Rendezvous, exit_rank
 from scripts.selftest.exchanges import exchanges_case
 from scripts.selftest.findings import Finding, eager_ops, examine
 from scripts.selftest import findings as measured, parts
-from scripts.selftest.node import ask_vector_cores, examine_groups, raises_on_all
+from scripts.selftest.node import ask_vector_cores, examine_groups, raise_on_all
 from tests.npu.lab import capture, collectives, device
 
 tp, bp = map(int, sys.argv[2:])
@@ -160,7 +161,7 @@ def without_sums(task):
 
 if bp == 1:
     with mock.patch.object(capture.Task, "run", without_sums):
-        case = exchanges_case(eager_ops("TND"), joined.tp, joined.bp, raises_on_all(joined, "again"))
+        case = exchanges_case(eager_ops("TND"), joined.tp, joined.bp, partial(raise_on_all, joined, "again"))
         findings.append(examine(case, 1))
 joined.close()
 with open(f"{sys.argv[1]}.{joined.rank}", "w") as file:

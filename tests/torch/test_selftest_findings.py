@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -154,18 +155,25 @@ def test_no_rank_waits_in_a_step_for_one_that_captures_nothing(verdict: str, oth
 
 
 def test_no_rank_replays_a_step_that_another_one_has_not_captured() -> None:
-    class Captures:
-        def capture(self, *_: object) -> None: ...
+    class Step:
+        caches = ONE
 
-    agree = node.raises_on_all(two_ranks("error 107026: the capture is invalid"), "captured exchanges")
+        def own_inputs(self, _: object) -> list[torch.Tensor]:
+            return [ONE]
+
+    class Graph:
+        def __init__(self, *_: object) -> None: ...
+
+        def capture(self) -> None: ...
+
+    entries, tensors = random_layer_inputs(None, 1, 8, None)
+    sample = exchanges.Sample((ONE,) * 3, ONE, ONE, entries, [entries.kv_lengths], [[*tensors, ONE]])
+    agree = partial(node.raise_on_all, two_ranks("error 107026: the capture is invalid"), "captured exchanges")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            exchanges,
-            "make_sample",
-            lambda _: exchanges.Sample((ONE,) * 3, ONE, ONE, [(random_layer_inputs(None, 1, 8, None), ONE)]),
-        )
-        patch.setattr(exchanges, "RankStep", lambda *_: None)
-        patch.setattr(exchanges, "Captures", Captures)
+        patch.setattr(exchanges, "make_sample", lambda _: sample)
+        patch.setattr(exchanges, "RankStep", lambda *_: Step())
+        patch.setattr(exchanges, "graph_memory", dict)
+        patch.setattr(exchanges, "Replayed", Graph)
         patch.setattr(exchanges, "expected_results", lambda *_: [ONE])
         found = examine(exchanges_case(CPU, Group(), Group(), agree), 1)
     assert (found.verdict, found.message) == ("refused", "rank 1: error 107026: the capture is invalid")
