@@ -92,11 +92,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Measures and prints what the command line asks for."""
+    from lopa_ascend.checkpoint import CheckpointError
+
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
     try:
         params = _given(DecodingParams.parameters(), args.params)
         report = measure_all(args, _given(settings(EngineConfig), args.engine), params)
-    except (ConfigError, ParameterError) as error:
+    except (CheckpointError, ConfigError, ParameterError) as error:
         parser.error(str(error))
     print(json.dumps(report) if args.json else tables(report))
     return 0

@@ -55,9 +55,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     tokenizer = load_vocabulary(args.tokenizer or str(DEMO_MODEL), 2**18)
-    assert tokenizer is not None
+    if tokenizer is None:
+        parser.error(f"{args.tokenizer} has no tokenizer")
     found = [[alone(tokenizer, count) for count in FIELDS]]
     if args.tokenizer is None:
         from lopa_ascend.engine.engine import Engine  # imports torch, which takes seconds

@@ -48,6 +48,7 @@ def test_no_command_loads_torch_for_its_help() -> None:
         ("decode --engine graph_mode=inductor", "a compiled step cannot be divided into parts"),
         ("decode --params tau=0.9", "tau: unknown option; choose from"),
         ("decode --engine max_model_len=long", "max_model_len: must be"),
+        ("grammars --tokenizer tests", "tests has no tokenizer"),
         ("serve --requests -1", "--requests: must be a whole number from 1 on, got '-1'"),
         ("serve --url http://host -- --max-num-seqs 1", "give one of them"),
     ],
