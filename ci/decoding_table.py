@@ -23,6 +23,8 @@ from lopa_ascend.config.settings import GraphSupport, HelpFormatter, Parameter
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "decoding.md"
 TITLES = ("parameter", "default", "allowed values", "meaning", "decodings", "in compiled steps")
+RESEARCH_TITLES = ("parameter", "default", "decodings", "in compiled steps")
+"""``--help-all`` has their allowed values and meanings."""
 OTHER = "any value but the default"
 RULE_TITLES = ("parameter", "needs", "except with")
 
@@ -31,14 +33,15 @@ def table(*, research: bool) -> str:
     """One table in Markdown.
 
     Args:
-        research: the parameters that select variants of the decoding; else all others.
+        research: the parameters that select variants of the decoding, in short; else all others.
     """
-    rows: list[tuple[str, ...]] = [TITLES]
+    rows: list[tuple[str, ...]] = [RESEARCH_TITLES if research else TITLES]
     for name, parameter in DecodingParams.parameters().items():
         if hasattr(UsualParams, name) != research:
             default, allowed = _default(parameter), parameter.kind.allowed()
             takers = _takers(name, parameter)
-            rows.append((f"`{name}`", default, allowed, _meaning(parameter), takers, _graphs(parameter)))
+            said = (f"`{name}`", default, takers, _graphs(parameter))
+            rows.append(said if research else (*said[:2], allowed, _meaning(parameter), *said[2:]))
     return markdown(rows)
 
 

@@ -48,7 +48,7 @@ from lopa_ascend.serve.link.messages import Ready, Start
 from lopa_ascend.serve.link.spawn import EngineProcess
 from lopa_ascend.serve.server import _uvicorn, bind, listen
 
-MOST = {"eager": 31, "graph": 39, "http": 57}
+MOST = {"eager": 31, "graph": 41, "http": 57}
 """The most types, by the kind of the steps or "http"."""
 PROMPT = "What is 7 times 8, and then 12 more?"
 UNCOUNTED = "lopa_ascend.backend.cpu."

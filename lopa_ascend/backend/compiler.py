@@ -1,8 +1,8 @@
 """The interface of the compilers that make one launch of a decode step, and what they have in common.
 
-A step is a function of device tensors and of the KV lengths of its attention entries. A bucket is one step together
-with tensors that keep their memory: the host writes new inputs into them, and the step writes into some of them and
-into the caches that it holds. So only the KV lengths are arguments of a compiled step.
+A step is a function of device tensors and of the KV lengths of its attention entries. A bucket is a step with tensors
+that keep their memory: the host writes new inputs into them, and the step writes into some of them and into its caches.
+So only the KV lengths are arguments of a compiled step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from lopa_ascend.backend.memory import is_out_of_memory
 
 Step = Callable[[Sequence[Tensor], Any], Tensor]
-"""``step(tensors, kv_lengths)``. The KV lengths go to the entries of the attention, all of them in order, and to
-nothing else. They are integers of the host, or with CUDA graphs a tensor in the device's memory; see ``Entries``."""
+"""``step(tensors, kv_lengths)``. All KV lengths, in order, go to the entries of the attention and to nothing else. They
+are integers of the host, or with CUDA graphs a device tensor; see ``Entries``."""
 Run = Callable[[Sequence[int]], Tensor]
-"""``run(kv_lengths)`` launches the step of a bucket and waits for nothing. The tensor that it returns holds the result
-until the next launch of any bucket."""
+"""``run(kv_lengths)`` launches the step of a bucket and waits for nothing. The returned tensor holds the result until
+the next launch of any bucket."""
 
 MIN_KV_LENGTH = 2
 """Torch's compiler turns the integers 0 and 1 into constants of the graph."""
@@ -34,26 +34,24 @@ class Compiler(ABC):
     """Compiles the steps of buckets, each of them once, until it is frozen."""
 
     mode: str
-    """The graph mode; see ``config.engine.GRAPH_MODES``."""
+    """One of ``config.engine.GRAPH_MODES``."""
     max_buckets: int | None = None
-    """How many buckets the mode can hold; None: any number."""
+    """None: any number."""
     warning: str | None = None
     """What speaks against the mode, with a place for the number of graphs."""
     seconds_to_compile: tuple[float, float] | None = None
-    """CPU seconds in which a bucket is compiled: for any model, and in addition for each layer. None: not measured."""
+    """CPU seconds to compile a bucket: for any model, and for each layer besides. None: not measured."""
     rehearses = False
-    """Whether buckets are to be rehearsed before any is compiled; see ``rehearse``."""
+    """Whether to rehearse all buckets before any is compiled (``rehearse``)."""
     packs: bool = False
-    """Whether a bucket takes so little time that there are packed ones, too; see ``graph/buckets.py``."""
+    """Whether buckets take so little time that there are packed ones (``graph/buckets.py``)."""
     num_compilations: int
-    """Buckets that were compiled."""
     num_loaded: int
-    """Buckets that were found in the persistent cache instead."""
     captured: list[str]
-    """Names of the buckets whose launches were captured as a graph of the device, in this order. Ranks replay graphs
-    with collectives of the same captures alone."""
+    """Buckets captured as a graph of the device, in order. Ranks replay graphs with collectives of the same captures
+    alone."""
     num_refused: int
-    """Buckets that were asked for after ``freeze``."""
+    """Buckets asked for after ``freeze``."""
     memory: int
     """Bytes of device memory that captured graphs hold."""
     replay_milliseconds: dict[str, float]
@@ -73,11 +71,7 @@ class Compiler(ABC):
         self._frozen = False
 
     def check_buckets(self, names: Sequence[str]) -> None:
-        """Refuses more buckets than this mode can hold.
-
-        Raises:
-            GraphError: there are too many.
-        """
+        """Raises GraphError for more buckets than this mode can hold."""
         most = self.max_buckets
         if most is not None and len(names) > most:
             raise GraphError(
@@ -87,18 +81,13 @@ class Compiler(ABC):
             )
 
     def compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Run:
-        """Compiles the step of a bucket. The step is launched while it is compiled, so it writes into the tensors.
-
-        Args:
-            step: the function to compile.
-            name: of the bucket, for messages and files.
-            tensors: what the step is called with, now and at every launch.
-            kv_lengths: for the launch during compilation, each at least 2; later ones may differ, but not their number.
+        """Compiles the step of a bucket. This launches the step, so it writes into ``tensors``, with which it is called
+        at every launch. ``kv_lengths``, each at least 2 (ValueError), are for this launch; later ones may differ, but
+        not their number.
 
         Raises:
             GraphError: the compiler is frozen or full, the device has no room for another graph or no memory for the
-                step, or the KV lengths go elsewhere than to the attention.
-            ValueError: a KV length is less than 2.
+                step, or KV lengths go elsewhere than to the attention.
         """
         if self._frozen:
             self.num_refused += 1
@@ -118,31 +107,15 @@ class Compiler(ABC):
             ) from error
 
     def rehearse(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> None:  # noqa: B027
-        """Launches the step of a bucket as often as a capture of it needs. That comes before any bucket is compiled:
-        graphs keep their memory, and a launch takes as much beside them. See ``compile``."""
+        """Launches the step of a bucket as often as a capture needs, before any bucket is compiled: graphs keep their
+        memory, and a launch takes as much beside them."""
 
     def try_out(self, run: Run, name: str, kv_lengths: Sequence[Sequence[int]]) -> None:  # noqa: B027  # few modes do
-        """Launches a compiled step once for each of these KV lengths, where launches may hang, and times the last one.
-        Every rank must call it.
-
-        Args:
-            run: what ``compile`` has returned.
-            name: of the bucket, for messages.
-            kv_lengths: of each launch the KV length of each entry.
-
-        Raises:
-            GraphError: a launch does not end.
-        """
+        """Launches a compiled step once for each of these KV lengths, if launches may hang, and times the last one.
+        Every rank must call it. GraphError if a launch does not end."""
 
     def launch(self, run: Run, name: str, kv_lengths: Sequence[int]) -> Tensor:
-        """Launches a step, compiled or op by op, and waits for it where it may hang.
-
-        Args:
-            name: of what is launched, for messages.
-
-        Raises:
-            GraphError: it does not end.
-        """
+        """Launches a step, compiled or op by op, and waits for it if it may hang. GraphError if it does not end."""
         return run(kv_lengths)
 
     def replayed(self, launch: Callable[[], Tensor]) -> Tensor:
@@ -151,12 +124,11 @@ class Compiler(ABC):
         return launch()
 
     def freeze(self) -> None:
-        """Makes every further ``compile`` an error."""
         self._frozen = True
 
     def close(self) -> None:  # noqa: B027  # few modes must
-        """Destroys captured graphs, after which none can be launched. NCCL waits for that before a communicator ends,
-        even for graphs that a traceback still refers to."""
+        """Destroys captured graphs. NCCL waits for that before a communicator ends, even for graphs that a traceback
+        still refers to."""
 
     @abstractmethod
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
@@ -177,6 +149,6 @@ class Eager(Compiler):
 
 
 def dynamic_kv_lengths(num_lengths: int) -> str:
-    """The value of torch.compile's option ``dynamic_sources`` for a function with an argument ``kv_lengths``: its items
+    """torch.compile's option ``dynamic_sources`` for a function with an argument ``kv_lengths``, whose items then
     become inputs of the graph instead of constants."""
     return ",".join(f"L['kv_lengths'][{index}]" for index in range(num_lengths))

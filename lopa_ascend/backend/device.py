@@ -1,4 +1,4 @@
-"""What a kind of device is to the rooms above: one object, which knows all that only this kind needs."""
+"""A kind of device, for the rooms above: one object, which knows all that only this kind needs."""
 
 from __future__ import annotations
 
@@ -18,45 +18,41 @@ if TYPE_CHECKING:  # the HTTP process asks for facts, and has no torch
 
 
 TIMEOUT = 20.0
-"""Seconds for an answer of one command; npu-smi may hang where a die does."""
+"""Seconds for one command's answer; npu-smi may hang if a die does."""
 
 Ask = Callable[[Sequence[str]], str]
-"""Runs a command, and returns what it prints. Raises OSError or subprocess.SubprocessError if it cannot."""
+"""Runs a command, and returns its output. Raises OSError or subprocess.SubprocessError if it cannot."""
 
 
 def ask(command: Sequence[str]) -> str:
-    """See ``Ask``."""
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=True)
     return done.stdout
 
 
 class Gauge(NamedTuple):
-    """What is measured of each die or GPU of a machine."""
+    """A measure of each die or GPU of a machine."""
 
     name: str
     text: str
     values: Mapping[int, float | None]
     """By its number; None: not known."""
     label: str = "die"
-    """What the number is called."""
 
 
 class Device(ABC):
-    """A kind of device. Its package below this one has an instance, ``DEVICE``, and imports torch in methods alone."""
+    """A kind of device. Its package has an instance, ``DEVICE``, and imports torch in methods alone."""
 
     name: str
-    """As the setting ``device`` calls it."""
     resource: str
-    """What Ray calls that of which a rank needs some."""
+    """Ray's name for what a rank needs."""
     codes: tuple[str, ...] = ("int8",)
-    """What the weights that ``Ops`` multiplies may be, beside floats."""
+    """Dtypes of weights that ``Ops`` multiplies, beside floats."""
     has_layouts = False
-    """Whether attention has other layouts than the default one."""
     free_tokens = 128
     """Tokens of a forward pass that take hardly longer than one: about as long as reading the weights."""
     wants_all_pages = False
-    """Whether one kernel attends for a whole compiled step only if the KV pool has a page for each place in the page
-    tables of the step."""
+    """Whether one kernel attends for a whole compiled step only if the KV pool has a page for each place in the step's
+    page tables."""
 
     def read_health(self) -> Sequence[Gauge]:
         """Measures this machine's dies or GPUs, which may take seconds. Raises OSError, subprocess.SubprocessError or
@@ -66,8 +62,8 @@ class Device(ABC):
     # ---- ranks -----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:  # noqa: B027  # a CPU needs nothing
-        """Loads what torch needs for this device, and makes one the current one of this process: of several NPUs or
-        GPUs number LOCAL_RANK of the environment, or 0. Comes before the ranks meet and anything is allocated there.
+        """Loads what torch needs for this device, and selects NPU or GPU number LOCAL_RANK of the environment, or 0.
+        Comes before the ranks meet and anything is allocated there.
 
         Raises:
             ParameterError: the device does not exist, or is too old.
@@ -80,11 +76,8 @@ class Device(ABC):
         """The backend of torch.distributed for tensors on this device."""
 
     def communicator_options(self, backend: str, purpose: str, timeout: int) -> Any:
-        """Options of the communicator of a group with a backend, for the purpose "tp" or "bp"; None for the defaults.
-
-        Args:
-            timeout: seconds after which a silent rank is given up.
-        """
+        """Options of a group's communicator, for the purpose "tp" or "bp", which gives up a silent rank after
+        ``timeout`` seconds; None for the defaults."""
         return None
 
     def rank_needs(self, config: EngineConfig) -> int:
@@ -95,16 +88,16 @@ class Device(ABC):
 
     @property
     def on_host(self) -> bool:
-        """Whether tensors lie in the memory of the CPU, which all ranks of the machine share."""
+        """Whether tensors lie in CPU memory, which all ranks of the machine share."""
         return False
 
     @abstractmethod
     def free_memory(self, ranks: int) -> int:
-        """Bytes that this process can allocate: on an NPU or a GPU that it has to itself, or as one of ``ranks``
-        processes that share the memory of a CPU. What torch has cached on the device is given back first."""
+        """Bytes that this process can allocate on its own NPU or GPU, or as one of ``ranks`` processes that share a
+        CPU's memory. Gives back first what torch has cached on the device."""
 
     def held_memory(self) -> tuple[int, int]:
-        """Bytes that this process holds on its NPU or GPU, and those that this has in all."""
+        """Bytes that this process holds on its NPU or GPU, and the device's total."""
         raise NotImplementedError("tensors lie in the memory of the CPU")
 
     def usable_memory(self, ranks: int, share: float | None = None) -> int:
@@ -116,24 +109,22 @@ class Device(ABC):
         return max(0, min(free, int(total * share) - held))
 
     def kv_memory(self, ranks: int, reserved: int = 0, share: float | None = None) -> int:
-        """Bytes of one rank's KV pool, once its weights are loaded: of what is usable beside ``reserved`` bytes, one
-        half of a CPU's, at most 4 GiB, or four fifths: activations, graphs and collectives need the rest."""
+        """Bytes of one rank's KV pool, once its weights are loaded. Beside ``reserved`` bytes it takes half of a CPU's
+        usable memory, at most 4 GiB, or four fifths of a device's: activations, graphs and collectives need the rest.
+        """
         free = max(0, self.usable_memory(ranks, share) - reserved)
         return min(memory.MAX_KV_MEMORY, free // 2) if self.on_host else free * 4 // 5
 
     def check_memory(self, needed: int, ranks: int, share: float | None = None) -> None:  # noqa: B027  # few devices do
-        """Raises a ParameterError if the device cannot hold the weights of a rank, of ``needed`` bytes, in a share of
-        its memory."""
+        """Raises a ParameterError if the device cannot hold a rank's weights, ``needed`` bytes, in a share of its
+        memory."""
 
     # ---- computing -------------------------------------------------------------------------------------------------
 
     def load_ops(self, config: EngineConfig) -> Ops:
-        """Opens the device as ``open`` does, and loads its fused ops.
-
-        Raises:
-            ParameterError, UnsupportedStackError: as ``open``; or the device has no such ``attention_layout``, no
-                memory of its own for ``gpu_memory_utilization``, or its software cannot run the graph mode.
-        """
+        """Opens the device as ``open`` does, and loads its fused ops. Raises like ``open``; also if the device has no
+        such ``attention_layout``, no memory of its own for ``gpu_memory_utilization``, or its software cannot run the
+        graph mode."""
         if config.gpu_memory_utilization is not None and self.on_host:
             message = "needs a GPU or an NPU: here the memory is that of the machine; choose kv_cache_memory"
             raise ParameterError("gpu_memory_utilization", message)
@@ -147,28 +138,14 @@ class Device(ABC):
         """``load_ops`` after its check."""
 
     def check_model(self, config: EngineConfig, model: ModelConfig, path: Path, *, codes: str | None) -> Sequence[str]:
-        """What may go wrong, for the user. Needs no weights.
-
-        Args:
-            model: with the dtype that the weights are to have.
-            codes: what weights of linear layers are, stored or quantised; None: floats.
-
-        Raises:
-            ParameterError: the model, or a setting, does not go with the device.
-        """
+        """What may go wrong, for the user. Needs no weights. ``model`` has the dtype that the weights are to have;
+        ``codes`` is the dtype of linear weights, stored or quantised; None: floats. ParameterError if the model, or a
+        setting, does not go with the device."""
         return ()
 
     def check_codes(self, param: str, value: str, codes: str) -> None:
-        """Refuses quantised weights where there is no kernel for them.
-
-        Args:
-            param: the setting that asks for them.
-            value: its value, for the message.
-            codes: what they are, "int8", "int4" or "fp8".
-
-        Raises:
-            ParameterError: the device has none.
-        """
+        """Raises ParameterError for quantised weights ("int8", "int4" or "fp8") without a kernel. The setting ``param``
+        with this value asks for them."""
         if codes not in self.codes:
             message = f"{value} means {codes} weights, for which device {self.name} has no kernels"
             others = " or ".join(name for name in GRAPH_MODES_BY_DEVICE if codes in find_device(name).codes)
@@ -179,13 +156,8 @@ class Device(ABC):
         self, ops: Ops, config: EngineConfig, model: ModelConfig, max_keys: int, *, is_causal: bool, codes: str | None
     ) -> tuple[Ops, str]:
         """The ops of an attention layout that computes rightly, and the layout. The other kernels were tried too.
-
-        Args:
-            ops: of ``load_ops``.
-            model: with the dtype of queries and keys.
-            max_keys: positions of the longest sequence.
-            is_causal: whether the model is causal.
-            codes: as for ``check_model``.
+        ``model`` has the dtype of queries and keys; ``max_keys`` is the longest sequence's positions; ``codes``: see
+        ``check_model``.
 
         Raises:
             WrongKernelError: a kernel is wrong, attention in every layout; names it, its shape and its error.
@@ -195,7 +167,7 @@ class Device(ABC):
 
     @abstractmethod
     def load_compiler(self, mode: str, key: str, directory: Path | None) -> Compiler:
-        """The compiler of a graph mode of this device other than "eager"; see ``graph.compile.load_compiler``."""
+        """The compiler of a graph mode of this device other than "eager" (``graph.compile.load_compiler``)."""
 
     @property
     @abstractmethod

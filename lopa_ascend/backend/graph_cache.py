@@ -1,8 +1,8 @@
 """The directory in which compiled steps outlive the process.
 
-What lies there is code: compiled libraries, Python sources and pickles, which run when they are loaded. So a directory
-is used only if nobody but this user and root could have written to it, and nobody else can write to it now. If the
-directory cannot be used, for example because the disk is full or a file is damaged, a temporary one takes its place.
+Its content is code: compiled libraries, Python sources and pickles, which run when they are loaded. So a directory is
+used only if nobody but this user and root could have written to it, or can now. If it cannot be used, for example
+because the disk is full or a file is damaged, a temporary one takes its place.
 """
 
 from __future__ import annotations
@@ -28,14 +28,8 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class GraphCache:
-    """A directory for compiled steps.
-
-    Args:
-        directory: it is made if it does not exist; None: a temporary one, which is deleted with this object.
-
-    Raises:
-        ParameterError: others could have written, or can write, what would run; or it is no directory that this user
-            can write to.
+    """A directory for compiled steps, which is made if it does not exist; None: a temporary one, deleted with this
+    object. ParameterError if others could have written, or can write, what would run, or this user cannot write there.
     """
 
     def __init__(self, directory: Path | None):
@@ -55,7 +49,6 @@ class GraphCache:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the directory outlives the process."""
         return self._temporary is None
 
     def abandon(self, reason: Exception) -> None:
@@ -76,12 +69,8 @@ class GraphCache:
 
 
 class CachingCompiler(Compiler):
-    """Compiles into a directory, or loads from there what an earlier process compiled. Goes on in a temporary one when
-    the directory cannot be used.
-
-    Args:
-        cache: the directory.
-    """
+    """Compiles into a directory, or loads from there what an earlier process compiled; in a temporary one if the
+    directory cannot be used."""
 
     def __init__(self, cache: GraphCache):
         super().__init__()
@@ -107,7 +96,6 @@ class CachingCompiler(Compiler):
         """Compiles a bucket into the directory, or loads it from there."""
 
     def _abandon_cache(self, error: Exception) -> None:
-        """Goes on in a temporary directory, because the directory cannot be used."""
         self._cache.abandon(error)
 
 
@@ -116,7 +104,7 @@ class CachingCompiler(Compiler):
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Lets no one else write files that this process makes inside the ``with``, whatever its umask is."""
+    """Lets no one else write files that this process makes inside the ``with``, whatever its umask."""
     before = os.umask(0o077)
     try:
         yield
@@ -125,10 +113,7 @@ def private_files() -> Iterator[None]:
 
 
 def check_private(directory: Path) -> None:
-    """Refuses a directory that others could have written to, or can write to.
-
-    Args:
-        directory: without symbolic links.
+    """Refuses a directory (without symbolic links) that others could have written to, or can write to.
 
     Raises:
         ParameterError: somebody else than this user and root owns the directory, something in it or a directory above

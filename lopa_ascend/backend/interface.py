@@ -42,11 +42,11 @@ class Entries:
     """Page ids of each entry in the order of positions, int32 [entries, pages]. Columns after the pages that an entry
     needs hold ids of any pages."""
     prefix_groups: tuple[int, ...]
-    """For each entry the number of its prefix group, an index into ``prefixes``."""
+    """For each entry its prefix group, an index into ``prefixes``."""
     prefixes: tuple[int, ...]
-    """For each prefix group the length of the prefix that its entries have in common: positions whose keys and values
-    are committed, or written alike for all of them by this step. So attention may read the prefix once for the group,
-    through the page table of any of its entries. Every entry attends to at least one position after the prefix."""
+    """Prefix lengths. All entries of a group share these keys and values, which are committed or written alike for all
+    of them by this step. So attention may read them once, through the page table of any entry. Every entry attends to
+    at least one position after the prefix."""
     kv_lengths_on_device: Tensor | None = None
     """The KV lengths in a compiled step of a device whose kernels read them in its memory, int32 [entries]."""
     causal: tuple[bool, ...] = ()
@@ -55,12 +55,8 @@ class Entries:
     queries are computed beside it: a prompt in pieces is computed as at once."""
 
     def divided(self, max_queries: int | None) -> Entries:
-        """Entries for the same attention, in which every longer entry has become several, each with its KV length and
-        page table.
-
-        Args:
-            max_queries: queries of an entry at most; None for any number.
-        """
+        """Entries for the same attention, of at most ``max_queries`` queries each (None: any number). Each part has its
+        own KV length and page table."""
         parts_by_entry = [divided_length(length, max_queries) for length in self.lengths]
         if all(len(parts) == 1 for parts in parts_by_entry):
             return self
@@ -94,7 +90,7 @@ class RowStats(NamedTuple):
     """What the confidence needs in addition: for "margin" the logarithm of the largest share of another id, for
     "neg_entropy" the sum of p log p."""
     column: Tensor
-    """That of ``best``, the first one among equals; an integer."""
+    """The column of ``best``, the first one among equals; an integer."""
 
 
 RowStatsKernel = Callable[[Tensor, Tensor, str], RowStats]
@@ -189,14 +185,9 @@ class Ops(Protocol):
         ...
 
     def settle(self, weights: Iterable[Tensor]) -> str:
-        """Decides at start how ``linear`` computes, so that no row depends on the others.
-
-        Args:
-            weights: one for each linear layer that will be computed, as ``stored`` or ``packed`` returned them.
-
-        Returns:
-            What is known of the independence of rows on this device, in words.
-        """
+        """Decides at start how ``linear`` computes, so that no row depends on the others. ``weights``: one for each
+        linear layer, as ``stored`` or ``packed`` returned them. Returns what is known of the independence of rows, in
+        words."""
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -211,11 +202,9 @@ class Ops(Protocol):
     def quantize(self, x: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
         """x [T, in] as codes, and a scale for each row, float32 [T].
 
-        The scale of a row is its largest magnitude divided by that of the codes, and 0 for a row of zeros. Values are
-        rounded half to even.
-
-        Args:
-            codes: their dtype: int8, with numbers up to 127, or FP8, up to 448. Not every device has the latter.
+        The scale of a row is its largest magnitude divided by the codes' largest, and 0 for a row of zeros. Values are
+        rounded half to even. The dtype ``codes`` is int8, with numbers up to 127, or FP8, up to 448. Not every device
+        has the latter.
         """
         ...
 
@@ -317,13 +306,8 @@ class Ops(Protocol):
     # ---- rotary embeddings -----------------------------------------------------------------------------------------
 
     def rope_tables(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The tables of cosines and of sines that ``rope`` of this device takes rows of, [positions, 1, ...].
-
-        Args:
-            cos: float32 [positions, D / 2].
-            sin: float32 [positions, D / 2].
-            dtype: of the tables.
-        """
+        """The tables of cosines and sines that ``rope`` of this device takes rows of, [positions, 1, ...] of ``dtype``.
+        ``cos`` and ``sin``: float32 [positions, D / 2]."""
         ...
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -342,12 +326,9 @@ class Ops(Protocol):
         """Norms every head of queries [T, H, D] and of keys [T, K, D], then rotates it as ``rope`` does.
 
         Args:
-            q: may be a part of a larger tensor, as k may be.
-            k: see ``q``.
-            q_weight: of the RMSNorm over D of each query head, [D]. A device may round the norm before it rotates.
-            k_weight: the same of each key head.
-            cos: as for ``rope``, [T, 1, ...].
-            sin: the same.
+            q, k: may be parts of larger tensors.
+            q_weight, k_weight: of the RMSNorm over D of each head, [D]. A device may round the norm before it rotates.
+            cos, sin: as for ``rope``, [T, 1, ...].
         """
         ...
 
@@ -398,11 +379,8 @@ class Ops(Protocol):
         ...
 
     def read_later(self, x: Tensor, while_waiting: Callable[[float], None]) -> Callable[[], Tensor]:
-        """Starts a copy of x to the host. The function that is returned waits for the copy and returns it.
-
-        Args:
-            while_waiting: see ``Group.while_waiting``.
-        """
+        """Starts a copy of x to the host. The returned function waits for it (``Group.while_waiting``) and
+        returns it."""
         ...
 
 
@@ -426,11 +404,10 @@ class Profiler(Protocol):
         """Shows what it encloses as a range in profiles."""
 
     def start_profile(self, folder: Path, worker: str, delay: int, steps: int) -> RunningProfile:
-        """Begins a profile, which writes itself after its last step.
+        """Begins a profile in ``folder``, which writes itself after its last step.
 
         Args:
-            folder: where the trace goes.
-            worker: what the trace's name begins with.
+            worker: the trace's name begins with it.
             delay: steps that are left out. One more warms the profiler up.
             steps: steps that are recorded.
         """

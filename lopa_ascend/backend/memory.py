@@ -1,4 +1,4 @@
-"""How much memory of the CPU is left, and errors that say that a device has none."""
+"""Free memory of the CPU, and errors that say that a device has none."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where a container finds the limits of its control group (version 2)."""
 MAX_KV_MEMORY = 4 * 2**30
-"""Bytes of the KV pool there at most, since other programs use this memory too."""
+"""Most bytes of a KV pool in CPU memory, which other programs use too."""
 
 
 def free_memory(ranks: int) -> int:
-    """Bytes that each of ``ranks`` processes can allocate without swapping, page cache that can be dropped included: of
-    what the machine has available, or of what the limit of this process's container leaves, if that is less."""
+    """Bytes that each of ``ranks`` processes can allocate without swapping, droppable page cache included: what the
+    machine has available, or what the limit of this process's container leaves, if that is less."""
     limit = _container_limit()
     return (_available() if limit is None else max(0, min(_available(), limit))) // ranks
 
@@ -28,7 +27,7 @@ def _available() -> int:
 
 
 def _container_limit() -> int | None:
-    """What the control group of a container leaves, with the page cache that can be dropped; None without a limit."""
+    """What a container's control group leaves, with droppable page cache; None without a limit."""
     try:
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):  # no container; or "max", which is no limit
@@ -55,10 +54,8 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one before it, says that a device or this machine had no memory.
-
-    The texts count as well: torch raises a plain RuntimeError on a CPU, and torch_npu for the workspace of a kernel.
-    """
+    """Whether an error, or one before it, says that a device or this machine had no memory. The texts count as well:
+    torch raises a plain RuntimeError on a CPU, and torch_npu for the workspace of a kernel."""
     return any(
         isinstance(cause, MemoryError) or "out of memory" in str(cause) or "can't allocate memory" in str(cause)
         for cause in causes(error)

@@ -20,7 +20,7 @@ from lopa_ascend.checkpoint.int4_formats import compressed_groups, nested
 from lopa_ascend.checkpoint.int8_formats import check_modules
 from lopa_ascend.checkpoint.int8_members import FLOATS, Member, check_member
 from lopa_ascend.config.files import ConfigError, Fields
-from lopa_ascend.config.int8_files import COMPRESSED_TENSORS, CONFIG_FIELD, FLOAT_QUANTIZED, FP8, fp8_format
+from lopa_ascend.config.quantized_files import COMPRESSED_TENSORS, CONFIG_FIELD, FLOAT_QUANTIZED, FP8, fp8_format
 from lopa_ascend.families.table import Tensors
 
 E4M3 = "F8_E4M3"

@@ -15,7 +15,7 @@ from lopa_ascend.checkpoint.files import CheckpointError
 from lopa_ascend.checkpoint.int8_formats import check_modules
 from lopa_ascend.config.files import ConfigError, Fields
 from lopa_ascend.config.int4_files import AWQ, GPTQ, GROUP_SIZES, PACKED, int4_description
-from lopa_ascend.config.int8_files import COMPRESSED_TENSORS, CONFIG_FIELD
+from lopa_ascend.config.quantized_files import COMPRESSED_TENSORS, CONFIG_FIELD
 from lopa_ascend.families.table import Quantized, Tensors
 
 CODES = {GPTQ: "qweight", AWQ: "qweight", PACKED: "weight_packed"}

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from lopa_ascend.checkpoint.files import CheckpointError, matches_pattern
 from lopa_ascend.config.files import read_json_object, shown
 from lopa_ascend.config.int4_files import int4_format
-from lopa_ascend.config.int8_files import (
+from lopa_ascend.config.quantized_files import (
     COMPRESSED_TENSORS,
     CONFIG_FIELD,
     MODELSLIM,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lopa_ascend.checkpoint.files import ITEM_SIZES, CheckpointError, Header
 from lopa_ascend.checkpoint.int8_formats import Int8Description
-from lopa_ascend.config.int8_files import COMPRESSED_TENSORS
+from lopa_ascend.config.quantized_files import COMPRESSED_TENSORS
 from lopa_ascend.families.table import Tensors
 
 FLOATS = tuple(ITEM_SIZES)

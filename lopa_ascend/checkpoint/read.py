@@ -29,7 +29,7 @@ from lopa_ascend.checkpoint.int8_members import split_members
 from lopa_ascend.config import ConfigError, ModelConfig
 from lopa_ascend.config.files import INDEX, SINGLE_FILE, read_json_object, shown
 from lopa_ascend.config.int4_files import int4_description
-from lopa_ascend.config.int8_files import CONFIG_FIELD, MODELSLIM, MODELSLIM_WEIGHTS, fp8_format
+from lopa_ascend.config.quantized_files import CONFIG_FIELD, MODELSLIM, MODELSLIM_WEIGHTS, fp8_format
 from lopa_ascend.families.family import Family
 from lopa_ascend.families.reading import eos_ids, read_config
 from lopa_ascend.families.registry import with_name

@@ -22,7 +22,7 @@ from lopa_ascend.checkpoint.read import Checkpoint, open_checkpoint
 from lopa_ascend.checkpoint.smooth import choose_factors, smoothed, smoothed_weights
 from lopa_ascend.checkpoint.streams import check_weights, checked_copies, quantized
 from lopa_ascend.config.files import INDEX, read_json_object
-from lopa_ascend.config.int8_files import CONFIG_FIELD
+from lopa_ascend.config.quantized_files import CONFIG_FIELD
 from lopa_ascend.families.family import Family
 from lopa_ascend.families.table import SCALE, Quantized
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lopa_ascend.config.files import read_json_object
-from lopa_ascend.config.int8_files import CONFIG_FIELD, uses_compressed_tensors
+from lopa_ascend.config.quantized_files import CONFIG_FIELD, uses_compressed_tensors
 
 GPTQ, AWQ, PACKED = "gptq", "awq", "pack-quantized"
 """The formats: values of ``quant_method``, and the ``format`` of compressed-tensors."""

@@ -1,8 +1,8 @@
-"""A model's answers at start: prompts with the tokens that a CPU gave for them, which an engine must repeat before it
-serves. ``python -m scripts.eval answers`` writes such a file.
+"""Known answers of a model: an engine must repeat what a CPU answered to some prompts before it serves. The command
+``python -m scripts.eval answers`` writes such a file.
 
-Rounding may decide a near-tie in another way on another device. So only the first ``exact`` tokens of an answer are
-compared. The file says how many.
+On another device rounding may decide a near-tie differently, so only the first ``exact`` tokens of an answer are
+compared.
 """
 
 from __future__ import annotations
@@ -29,35 +29,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 256
-"""The most ``max_new_tokens`` of an answer."""
+"""Largest ``max_new_tokens`` of an answer."""
 MAX_ANSWERS = 64
 TIME_LIMIT = 600.0
-"""Seconds after which an engine has not repeated the answers."""
+"""Seconds to repeat the answers."""
 INCIDENTAL = ("_name_or_path", "base_model_name_or_path", "dtype", "torch_dtype", "transformers_version")
-"""Fields of a model's or an adapter's configuration that may change without another model."""
+"""Fields of a model's or an adapter's configuration that do not tell models apart."""
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A prompt and what a CPU answered."""
 
     prompt: str | None = None
-    """Its text, for messages."""
+    """As text, for messages."""
     prompt_token_ids: Annotated[tuple[int, ...], Meta(min_length=1)]
     params: dict[str, Any] = {}
-    """Decoding parameters by name; the others have their usual defaults."""
+    """Decoding parameters that differ from their usual defaults."""
     token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_TOKENS)]
     margins: tuple[float, ...] = ()
-    """For each token the logarithm of how much more probable it was than the second."""
+    """For each token, log(its probability / the second's)."""
     exact: Annotated[int, Meta(ge=0)]
-    """How many of the first tokens every device gives."""
+    """Number of first tokens that every device gives."""
 
     @property
     def decoding(self) -> DecodingParams:
-        """``params`` with the defaults.
-
-        Raises:
-            ParameterError: one of them is unknown or not allowed.
-        """
+        """``params`` with the defaults; ParameterError if one is unknown or not allowed."""
         unknown = self.params.keys() - set(DecodingParams.all_parameters())
         if unknown:
             raise ParameterError(min(unknown), "is no decoding parameter")
@@ -65,22 +61,15 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the answers are of. Two engines with an equal one give equal answers but for rounding."""
+    """The model that gave the answers. Equal ones give equal answers but for rounding."""
 
     config: str
-    """Digest of config.json."""
     lora: str | None = None
-    """Digest of the adapter's configuration."""
     quantization: str | None = None
     quantization_exclude: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: EngineConfig, model: Path) -> Identity:
-        """That of an engine.
-
-        Raises:
-            ParameterError: a configuration cannot be read.
-        """
         adapter = None if config.lora is None else _digest(Path(config.lora) / ADAPTER_CONFIG)
         return cls(
             config=_digest(model / "config.json"),
@@ -91,12 +80,9 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class AnswersFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The content of a file."""
-
     version: Literal[1] = 1
     model: Identity
     name: str
-    """Of the model, for messages."""
     answers: Annotated[tuple[Answer, ...], Meta(min_length=1, max_length=MAX_ANSWERS)]
 
 
@@ -113,16 +99,8 @@ def _object(file: Path) -> dict[str, Any]:
 
 
 def read_answers(config: EngineConfig, path: Path, model: ModelConfig) -> tuple[Answer, ...]:
-    """The answers of the configured file; none if none is configured.
-
-    Args:
-        config: the engine's.
-        path: the model's directory.
-        model: its configuration.
-
-    Raises:
-        ParameterError: the file cannot be used, or is of another model; the message names the field.
-    """
+    """The answers in the configured file, for the model in directory ``path``; none if no file is configured.
+    ParameterError names the field if the file cannot be used, or belongs to another model."""
     if config.check_answers is None:
         return ()
     try:
@@ -165,14 +143,8 @@ def _check_answer(where: str, answer: Answer, model: ModelConfig) -> None:
 
 
 def repeat(engine: Engine, answers: Sequence[Answer], deadline: float = float("inf")) -> list[TokenRun]:
-    """What an engine answers now, to all prompts together.
-
-    Args:
-        deadline: on the monotonic clock.
-
-    Raises:
-        ParameterError: it cannot decode one of them, or not in time.
-    """
+    """An engine's answers now, to all prompts together. ParameterError if it cannot decode one of them, or not before
+    ``deadline`` on the monotonic clock."""
     runs: dict[str, list[TokenRun]] = {f"answer-{index}": [] for index in range(len(answers))}
     for name, answer in zip(runs, answers, strict=True):
         try:
@@ -191,11 +163,8 @@ def repeat(engine: Engine, answers: Sequence[Answer], deadline: float = float("i
 
 
 def check_answers(engine: Engine) -> None:
-    """Has an engine that serves nothing yet repeat the answers of its file: one by one, and all together.
-
-    Raises:
-        ParameterError: a token differs; the message names the prompt, the position and both tokens. Or see ``repeat``.
-    """
+    """Has an engine repeat the answers of its file before it serves: one by one, and all together. ParameterError names
+    prompt, position and both tokens if a token differs; or see ``repeat``."""
     answers = engine.answers
     deadline = time.monotonic() + TIME_LIMIT
     for answer in answers:
@@ -222,7 +191,7 @@ def _compare(answer: Answer, found: Sequence[int], how: str) -> None:
 
 
 def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """The index of the first token that the others do not have there; their number if there is none."""
+    """The first index at which the tokens differ; the shorter length if there is none."""
     pairs = enumerate(zip(tokens, others, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(tokens), len(others)))
 
@@ -232,6 +201,5 @@ def _shown(answer: Answer) -> str:
 
 
 def encode(identity: Identity, name: str, answers: Sequence[Answer]) -> Mapping[str, Any]:
-    """The content of a file, for JSON."""
     content: Mapping[str, Any] = msgspec.to_builtins(AnswersFile(model=identity, name=name, answers=tuple(answers)))
     return content

@@ -51,31 +51,26 @@ from lopa_ascend.types import (
 )
 
 SEED_BITS = 53
-"""Bits of a seed that is drawn: few enough that every JSON client can send the seed back unchanged."""
+"""Bits of a drawn seed: few enough for every JSON client to send it back unchanged."""
 NO_MEMORY = "there was no memory for a step; requests with fewer branches or tokens need less"
-"""The error of the requests in such a step."""
 BROKEN_OFF = "a step broke off, so the state of its requests is not known; start a new engine"
-"""Why an engine ends after an error in a step, or an exception that a signal handler raised there."""
+"""Why an engine ends after an error in a step, or an exception raised there by a signal handler."""
 COMPILE_WAIT = 0.02
-"""Most seconds that an idle engine waits in a step for the grammar of a request."""
+"""Seconds that a step of an idle engine waits for a grammar."""
 AGREEMENT_INTERVAL = 64
-"""Steps between two comparisons of what the ranks have decided."""
+"""Steps between two comparisons of the ranks' decisions."""
 
 
 class Engine:
-    """A model with its KV pool and the requests that run on it. Deterministic: the same calls in the same order give
-    the same updates.
+    """A model, its KV pool and the requests that run on it. Deterministic: equal calls in equal order give equal
+    updates.
 
     Attributes:
         answers: what this model must answer before it serves.
-        limits: what a request may ask for.
         model_name: the name of the model's directory, or "demo".
         kv_cache_memory: bytes of the KV pool on this rank.
-        ranks: what every rank holds, by rank.
-        seed: the configured seed, or the one that was drawn instead; the same on every rank.
-
-    Args:
-        mesh: this rank's place among others; None: the engine has one rank.
+        ranks: every rank's report, by rank.
+        seed: configured or drawn; the same on every rank.
 
     Raises:
         CheckpointError, ConfigError, ModelError, TokenizerError, UnsupportedStackError: the model or the device's
@@ -87,7 +82,7 @@ class Engine:
     """
 
     follows = False
-    """Whether rank 0 says when a request with a grammar may run."""
+    """Whether rank 0 decides when a request with a grammar may run."""
 
     def __init__(self, config: EngineConfig, mesh: Mesh | None = None) -> None:
         if config.threads is not None:
@@ -108,7 +103,7 @@ class Engine:
         cache = BlockPrefixCache if model.properties.has_blocks else PrefixCache
         prefix_cache = cache(pool.allocator) if config.enable_prefix_caching else None
         self._compiling: dict[str, Request] = {}
-        """By request id: those whose grammars are being compiled, in the order of their arrival."""
+        """By request id, in order of arrival: requests whose grammars are being compiled."""
         self._starter = Starter(self.runner, self.model_config, prepared.tokenizer, prepared.num_token_ids)
         # Not a method of the engine: the scheduler must not refer to it, so that an engine that is not used any more
         # frees its pages at once.
@@ -119,10 +114,9 @@ class Engine:
         self.scheduler = Scheduler(self.limits, pool.allocator, self._starter.begin, prefix_cache, pieces)
         self._step_seconds = 0.0
         self._failure: str | None = None
-        """Why this rank cannot go on."""
         self._leader: Leader | None = None
         self._digests = {"who takes part": 0, "the page tables": 0, "what was decided": 0}
-        """Of all that was planned and decided since the start; equal on all ranks."""
+        """Of everything planned and decided since the start; equal on all ranks."""
         # Without the settings that may differ between machines.
         shared = replace(
             config, model=None, lora=None, threads=None, graph_cache=None, profile_dir=None, check_answers=None
@@ -138,7 +132,6 @@ class Engine:
     # ---- construction ----------------------------------------------------------------------------------------------
 
     def _prepare(self) -> Prepared:
-        """Calls ``prepare`` on every rank. If it raises on one of them, all ranks raise."""
         prepared, refusal = None, None
         try:
             prepared = prepare(self.config, self.mesh)
@@ -156,18 +149,15 @@ class Engine:
         return prepared
 
     def _share(self, answers: tuple[Answer, ...]) -> tuple[Answer, ...]:
-        """Those of rank 0, which alone has read them."""
+        """Rank 0's answers; no other rank has read them."""
         if self.config.check_answers is None:
             return ()
         texts = self.mesh.all_gather_text("answers", msgspec.json.encode(answers).decode())
         return msgspec.json.decode(texts[0], type=tuple[Answer, ...])
 
     def _make_pool(self, model: Model, prepared: Prepared) -> tuple[KVPool, int]:
-        """The KV pool, which has the same number of pages on every rank, and the bytes of a page.
-
-        Raises:
-            ParameterError: the device has no memory for the pool.
-        """
+        """The KV pool, with as many pages on every rank, and the bytes of a page. ParameterError if memory is too
+        small."""
         shape, dtype = model.config.kv_shape(model.tp.size), model.head.dtype
         page_bytes = KVPool.page_bytes(shape, dtype)
         own_pages = choose_num_pages(self.config, prepared, model, page_bytes)
@@ -181,8 +171,8 @@ class Engine:
             raise ParameterError(param, f"{size} of KV pages cannot be allocated; choose less") from error
 
     def _check_exchanges(self, model: Model, prepared: Prepared) -> None:
-        """Refuses groups of ranks whose exchanges give something else than they must, alone or in a captured graph, at
-        the sizes of the smallest and of the largest step. If one of them does, all ranks raise."""
+        """Tests the exchanges of all groups, alone and in a captured graph, at the smallest and the largest step's
+        size. If one is wrong, all ranks raise."""
         plan, width = prepared.graph_plan, model.config.hidden_size
         declared = [bucket.tokens for bucket in plan.declared] if plan else []
         sizes = sorted({min(declared, default=1), max(declared, default=prepared.max_num_batched_tokens)})
@@ -209,12 +199,11 @@ class Engine:
         return Runner(EagerExecutor(model, pool, prepared.ops, bp, forwards), self.limits, graphs)
 
     def _choose_seed(self) -> int:
-        """The configured seed, or else one that rank 0 draws for all ranks."""
+        """The configured seed, or one that rank 0 draws for all ranks."""
         seed = secrets.randbits(SEED_BITS) if self.config.seed is None else self.config.seed
         return int(self.mesh.world.broadcast(torch.tensor([seed]), 0, "start"))
 
     def _report(self, model: Model, page_bytes: int) -> tuple[RankReport, ...]:
-        """What every rank holds, by rank."""
         config = self.config
         graphs = self.runner.graph_stats()
         own = RankReport(
@@ -234,12 +223,11 @@ class Engine:
 
     @property
     def dtype(self) -> str:
-        """The dtype of weights, keys and values, e.g. "bfloat16"."""
+        """Dtype of weights, keys and values, e.g. "bfloat16"."""
         return str(self.runner.model.head.dtype).removeprefix("torch.")
 
     @property
     def device(self) -> str:
-        """The kind of device."""
         return self.config.device
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -283,13 +271,12 @@ class Engine:
                 self._leader.outbox.append(request)
 
     def admit(self, request_id: str) -> None:
-        """Lets a request run whose grammar was being compiled."""
         self.scheduler.add(self._compiling.pop(request_id))
         if self._leader is not None:
             self._leader.outbox.append(Admit(request_id))
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request now and frees its pages; it gets no further update. False if there is no such request."""
+        """Ends a request now and frees its pages, without a further update. False if there is no such request."""
         with self._call():
             sequence = self.scheduler.running.get(request_id)
             if sequence is not None:
@@ -301,16 +288,11 @@ class Engine:
         return found
 
     def has_work(self) -> bool:
-        """Whether requests run or wait."""
         return bool(self.scheduler.running or self.scheduler.waiting or self._compiling)
 
     def step(self) -> list[Update]:
-        """Admits what may run, makes one forward pass, and says what it did to every request that took part.
-
-        Raises:
-            RankError: the ranks cannot go on.
-            RuntimeError: the engine has ended, by an error in an earlier step.
-        """
+        """Admits what may run, makes one forward pass, and returns an update for every request in it. RankError if the
+        ranks cannot go on; RuntimeError if an error in an earlier step has ended the engine."""
         with self._call():
             self._check()
             updates = self._take_up()
@@ -327,7 +309,7 @@ class Engine:
         return updates
 
     def _take_up(self) -> list[Update]:
-        """Lets requests run whose grammars are compiled, and ends those whose grammars cannot be."""
+        """Admits requests whose grammars are compiled, and ends those whose grammars failed to compile."""
         ended: list[Update] = []
         if self.follows:
             return ended
@@ -353,12 +335,7 @@ class Engine:
         return [] if step is None else self._run(step)
 
     def start_profile(self, asked: StartProfile) -> None:
-        """Records steps from the next one on.
-
-        Raises:
-            ProfileError: a profile runs, or the engine was started without ``profile_dir``.
-            RuntimeError: the engine has ended.
-        """
+        """Records steps from the next one on. ProfileError if a profile runs, or there is no ``profile_dir``."""
         with self._call():
             self._check()
             self._profiles.start(asked)
@@ -366,13 +343,8 @@ class Engine:
                 self._leader.outbox.append(asked)
 
     def stop_profile(self) -> list[RankTraces]:
-        """Ends the profile that was started last; returns what each rank has written.
-
-        Raises:
-            ProfileError: none was started since this was called last.
-            RankError: the ranks cannot go on.
-            RuntimeError: the engine has ended.
-        """
+        """Ends the latest profile; returns what each rank has written. ProfileError if none was started since the last
+        call; RankError if the ranks cannot go on."""
         with self._call():
             self._check()
             self._profiles.check_stop()
@@ -382,17 +354,13 @@ class Engine:
             return self._profiles.stop()
 
     def lead(self, followers: List[subprocess.Popen[bytes]] = ()) -> None:
-        """Makes this engine the one that the others follow: it tells them what it is asked.
-
-        Args:
-            followers: the processes of the other ranks that ``close`` must end; empty if another process started them.
-        """
+        """Makes this engine tell the others what it is asked. ``followers`` are the processes of other ranks that
+        ``close`` must end; empty if another process started them."""
         self._leader = Leader(self.mesh.world, lambda: self.failure, followers)
         atexit.register(self.close)  # the others must not take the end of a script for a failure
 
     @property
     def failure(self) -> str | None:
-        """Why the engine cannot go on."""
         if self._leader is None:
             return self._failure
         return self.mesh.failure or self._failure or self._leader.failure
@@ -408,7 +376,7 @@ class Engine:
             raise kind(f"this engine has ended: {self.failure}")
 
     def _run(self, step: Step) -> list[Update]:
-        """Makes a planned step. An engine of one rank survives a step without memory: only the requests in it end."""
+        """Makes a planned step. An engine of one rank survives a lack of memory: only that step's requests end."""
         start = time.perf_counter()
         try:
             results = self.runner.step(step, self.scheduler.running.values())
@@ -424,7 +392,6 @@ class Engine:
         return [self._update(sequence, record) for sequence, record in results]
 
     def _end_without_memory(self, step: Step) -> list[Update]:
-        """Ends the requests of a step for which there was no memory."""
         request_ids = [sequence.request_id for sequence in step.sequences]
         if step.copies and self.scheduler.prefix_cache is not None:
             self.scheduler.prefix_cache.clear()  # a copy of a page, to the cache or from it, may be missing
@@ -435,8 +402,8 @@ class Engine:
         return [Update.without_step(request_id, "error", NO_MEMORY) for request_id in request_ids]
 
     def _raise_if_a_rank_failed(self, error: Exception) -> None:
-        """Raises RankError in place of what a compiled step raises when an exchange in it fails because of another
-        rank. Other exchanges raise RankError themselves."""
+        """Raises RankError for the error of a compiled step if another rank caused it. Exchanges outside compiled steps
+        raise RankError themselves."""
         if not isinstance(error, RankError):
             closed = None if self._leader is None else self._leader.failure
             reason = closed or self.mesh.world.explain()
@@ -444,11 +411,8 @@ class Engine:
                 raise RankError(f"a step failed: {reason}") from error
 
     def _compare_decisions(self, step: Step, results: List[Result]) -> None:
-        """Adds a step to the digests, and at intervals compares them between the ranks.
-
-        Raises:
-            RankError: the ranks differ; the message says which rank, and in what.
-        """
+        """Adds a step to the digests; at intervals compares them between ranks, with a RankError that names rank and
+        difference."""
         added = {
             "who takes part": [sequence.request_id for sequence in step.sequences],
             "the page tables": [sequence.page_tables.by_slot for sequence in step.sequences],
@@ -461,7 +425,6 @@ class Engine:
             self.mesh.check_agreement(num_steps, self._digests)
 
     def stats(self) -> EngineStats:
-        """Counters and sizes at this moment."""
         scheduler, runner, allocator = self.scheduler, self.runner, self.scheduler.allocator
         cached = allocator.num_evictable
         return EngineStats(
@@ -484,12 +447,8 @@ class Engine:
         )
 
     def close(self, failure: str | None = None) -> None:
-        """Leaves the other ranks, which rank 0 ends, after which the engine cannot be used any more. One rank alone has
-        nothing to leave.
-
-        Args:
-            failure: why this rank cannot go on; the other ranks end because of it.
-        """
+        """Leaves the other ranks, which rank 0 ends; the engine cannot be used afterwards. An engine of one rank has
+        nothing to leave. ``failure``: why this rank cannot go on; the other ranks end with it."""
         followers: List[subprocess.Popen[bytes]] = ()
         if self._leader is not None:
             if self._leader.has_ended:
@@ -503,7 +462,7 @@ class Engine:
     # ---- updates ---------------------------------------------------------------------------------------------------
 
     def _update(self, sequence: Sequence, record: StepRecord | None) -> Update:
-        """What a step did to one request. A request that is done, or has failed, leaves the engine."""
+        """A step's effect on one request. A request that is done or has failed leaves the engine."""
         if record is not None:
             sequence.model_tokens += record.model_tokens
             sequence.canvas_positions += record.canvas_positions(len(sequence.request.prompt))
@@ -546,7 +505,7 @@ class Engine:
 
 
 def _alternatives(sequence: Sequence, places: List[int]) -> tuple[Alternatives, ...]:
-    """The most probable tokens of some places of the answer, if the request asked for them."""
+    """Most probable tokens at some places of the answer, if the request asked for them."""
     if not sequence.request.params.top_logprobs:
         return ()
     first = len(sequence.request.prompt)
@@ -554,7 +513,7 @@ def _alternatives(sequence: Sequence, places: List[int]) -> tuple[Alternatives, 
 
 
 def _decisions(sequence: Sequence, record: StepRecord | None) -> object:
-    """What must be equal on all ranks of what a step did to a sequence."""
+    """What a step decided for a sequence and all ranks must agree on."""
     if record is None:
         return sequence.error
     # Not the probabilities: between machines of different kinds their last bits may differ without effect.
@@ -566,13 +525,12 @@ def _decisions(sequence: Sequence, record: StepRecord | None) -> object:
 
 
 def _num_bytes(model: Model) -> int:
-    """The memory of a model's weights. A head that is one of them, or a view of one, takes no memory of its own."""
+    """Memory of a model's weights. A head that shares memory with one of them counts once."""
     weights = list(model.weights.values())
     is_among_weights = _memory(model.head) in map(_memory, weights)
     return sum(weight.nbytes for weight in weights) + (0 if is_among_weights else model.head.nbytes)
 
 
 def _memory(weight: Tensor) -> int:
-    """Identifies the memory of a tensor: equal for tensors that share it. Packed weights have no address, so the object
-    itself stands for theirs."""
+    """Identifies a tensor's memory. Packed weights have no address, so the object stands for it."""
     return id(weight) if weight.is_mkldnn else weight.untyped_storage().data_ptr()

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: EngineConfig) -> int:
-    """Joins the other ranks and follows rank 0 until it ends the engine; returns the exit status."""
+    """Follows rank 0 until it ends the engine; returns the exit status."""
     from lopa_ascend.engine.ranks import follow, make_engine  # these import torch, which takes seconds
     from lopa_ascend.parallel.collectives import RankError
     from lopa_ascend.parallel.mesh import Mesh, StartError

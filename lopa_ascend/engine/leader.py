@@ -1,8 +1,7 @@
 """What rank 0 tells the other ranks, so that all step together.
 
-Before each step rank 0 broadcasts eight bytes, followed by the commands that have arrived since the last message.
-While there is nothing to do it sends such a message every second: a rank that waited longer in a collective would take
-rank 0 for dead.
+Before each step rank 0 broadcasts eight bytes, followed by the commands since the last message. While there is nothing
+to do it sends such a message every second: a rank that waited longer in a collective would take rank 0 for dead.
 """
 
 from __future__ import annotations
@@ -22,25 +21,19 @@ from lopa_ascend.parallel.launch import kill_running
 from lopa_ascend.process.scratch import remove_abandoned
 
 HEARTBEAT = 1.0
-"""Seconds between two messages of rank 0 while there is nothing to do."""
+"""Seconds between messages of an idle rank 0."""
 
 
 class Order(IntEnum):
-    """What the other ranks do once they have applied the message's commands."""
+    """What to do after the message's commands."""
 
     STEP = 0
-    """Make a step."""
     WAIT = 1
-    """Wait for the next message."""
     END = 2
-    """End."""
 
 
 def send_message(world: Group, kind: Order, commands: Sequence[Command]) -> None:
-    """Broadcasts a message: an int64 header, and if there are commands, these as msgpack.
-
-    The header is (bytes of the commands) * len(Order) + kind.
-    """
+    """Broadcasts an int64 header, (bytes of the commands) * len(Order) + kind, and the commands, if any, as msgpack."""
     body = msgspec.msgpack.encode(commands) if commands else b""
     world.broadcast(torch.tensor([len(body) * len(Order) + kind]), 0, "control")
     if body:
@@ -48,7 +41,7 @@ def send_message(world: Group, kind: Order, commands: Sequence[Command]) -> None
 
 
 def receive_message(world: Group) -> tuple[Order, list[Command]]:
-    """Takes part in the broadcast of ``send_message``; returns what rank 0 has sent."""
+    """Takes part in the broadcast of ``send_message``."""
     header = int(world.broadcast(torch.zeros(1, dtype=torch.int64), 0, "control"))
     num_bytes, kind = divmod(header, len(Order))
     if not num_bytes:
@@ -58,18 +51,14 @@ def receive_message(world: Group) -> tuple[Order, list[Command]]:
 
 
 class Leader:
-    """Rank 0's line to the other ranks: what its engine is asked, they are asked before the next step.
+    """Rank 0's line to the other ranks: they are asked, before the next step, what its engine is asked.
 
     Attributes:
-        lock: the engine holds it during each call, and so sends no sign of life in the middle of one. Reentrant: an
-            abandoned stream may be collected, and so aborted, in the middle of another call.
-        outbox: commands that the other ranks have not received yet.
-        failure: why a sign of life could not be sent.
-
-    Args:
-        world: all ranks.
-        engine_failure: says why the engine cannot go on, if it cannot.
-        followers: the processes of the other ranks that ``close`` must end; empty if another process started them.
+        lock: the engine holds it during each call, so no heartbeat is sent in the middle of one. Reentrant: garbage
+            collection may abort an abandoned stream in the middle of another call.
+        outbox: commands not yet sent.
+        failure: why a heartbeat could not be sent.
+        followers: processes of the other ranks that ``close`` must end; empty if another process started them.
     """
 
     def __init__(
@@ -90,17 +79,15 @@ class Leader:
 
     @property
     def has_ended(self) -> bool:
-        """Whether ``end`` was called."""
         return self._closed.is_set()
 
     def send(self, kind: Order) -> None:
-        """Sends what is in the outbox."""
         commands, self.outbox = self.outbox, []
         send_message(self._world, kind, commands)
         self._last_message = time.monotonic()
 
     def end(self) -> None:
-        """Tells the other ranks to end. After that nothing can be sent."""
+        """Tells the other ranks to end; nothing can be sent afterwards."""
         self._closed.set()
         self._heartbeat.join()
         try:
@@ -127,7 +114,7 @@ class Leader:
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends processes at once, waits until they are gone, and removes what they leave."""
+    """Kills processes, waits until they are gone, and removes what they leave."""
     kill_running(processes)
     for process in processes:
         process.wait()

@@ -1,4 +1,4 @@
-"""Models of all kinds, from a directory: checked before any weight is read, then loaded."""
+"""Models from a directory: checked before any weight is read, then loaded."""
 
 from __future__ import annotations
 
@@ -27,44 +27,36 @@ logger = logging.getLogger(__name__)
 
 
 class ModelSource(ABC):
-    """A model that is ready to be loaded: it has passed every check that needs no weights."""
+    """A model that has passed every check that needs no weights."""
 
     config: ModelConfig
-    """The configuration of the whole model, not of one rank's part."""
+    """Of the whole model, not of one rank's part."""
     properties: ModelProperties
     codes: str | None = None
-    """What weights of linear layers are, stored or quantised; None: floats."""
+    """Dtype of linear weights, stored or quantised; None: floats."""
 
     @property
     @abstractmethod
     def identity(self) -> object:
-        """What the model's compiled steps depend on. Its ``repr`` is part of the key of graphs kept on disk."""
+        """What compiled steps depend on; its ``repr`` is part of the key of graphs kept on disk."""
 
     @abstractmethod
     def weight_bytes(self, ranks: int) -> int:
-        """Bytes of the weights of one of ``ranks`` ranks that split the model, without padding."""
+        """Bytes of one rank's weights, of ``ranks`` that split the model, without padding."""
 
     @abstractmethod
     def load(self, ops: Ops, tp: Group, num_positions: int) -> Model:
-        """Reads the weights of this rank's part.
-
-        Args:
-            num_positions: positions that a sequence may have.
+        """Reads the weights of this rank's part. The longest sequence has ``num_positions``.
 
         Raises:
-            CheckpointError: the adapter cannot be loaded, found before any weight is read; or weights have wrong
+            CheckpointError: the adapter cannot be loaded (found before any weight is read), or weights have wrong
                 values, such as NaN.
-            ValueError: the configured dtype is unknown; found before any weight is read.
+            ValueError: the configured dtype is unknown (found before any weight is read).
         """
 
 
 def open_model(path: Path, config: EngineConfig, device: torch.device) -> ModelSource:
-    """Finds what a directory holds a model of, and checks the directory against it, without reading a weight.
-
-    Args:
-        path: a Hugging Face directory.
-        config: the engine's.
-        device: where the model will run.
+    """Finds which model a Hugging Face directory holds, and checks it without reading a weight.
 
     Raises:
         CheckpointError: the directory does not hold such a model, or it is not registered.
@@ -153,13 +145,8 @@ class SplitSource(ModelSource):
 
 
 def _check_stored(config: EngineConfig, found: checkpoint.Checkpoint, layers: Quantized) -> None:
-    """Refuses settings that do not go with a checkpoint whose weights are quantised already.
-
-    Raises:
-        CheckpointError: an adapter cannot be merged into quantised weights.
-        ParameterError: the device or the graph mode cannot run such layers, layers are excluded that are quantised, or
-            other weights are asked for.
-    """
+    """Refuses settings that do not go with weights that are quantised already: CheckpointError for an adapter,
+    ParameterError for a device, a graph mode or a setting that asks for other weights."""
     find_device(config.device).check_codes("model", str(found.path), layers.codes)
     config.check_int8("model", f"{found.path}, whose weights are {layers.codes},")
     again = f"{found.path}, whose weights are {layers.codes} already; quantise the float checkpoint anew"
@@ -171,7 +158,7 @@ def _check_stored(config: EngineConfig, found: checkpoint.Checkpoint, layers: Qu
 
 
 class PlainSource(ModelSource):
-    """A model in plain torch: its module, traced, and the checkpoint of its weights."""
+    """A traced module in plain torch, and the checkpoint of its weights."""
 
     def __init__(self, path: Path, config: EngineConfig, build: Build, device: torch.device):
         from lopa_ascend.graph.fusion.trace import trace  # imports sympy, which no other kind of model needs

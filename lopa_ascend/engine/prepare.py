@@ -1,5 +1,5 @@
-"""What is decided before an engine is built: first all checks that need no weights, so that a wrong setting is refused
-before they are loaded; then, with the weights in memory, the size of the KV pool and the limits of requests."""
+"""What is decided before an engine is built: all checks that need no weights, so that a wrong setting is refused early;
+then, with the weights in memory, the size of the KV pool and the limits of requests."""
 
 from __future__ import annotations
 
@@ -31,31 +31,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """What an engine is built from, once everything that can be checked without weights has been."""
-
     model_source: ModelSource
-    """The checked directory that the model is loaded from."""
     ops: Ops
-    """The device's fused ops."""
     tokenizer: Tokenizer | None
     num_token_ids: int
-    """The tokenizer's number of token ids; the embedding may have more rows."""
+    """The tokenizer's; the embedding may have more rows."""
     eos_token_ids: tuple[int, ...]
-    """The ids that end an answer, unless a request sets its own."""
+    """They end an answer unless a request sets its own."""
     max_model_len: int
     """Positions of the longest sequence."""
     max_num_batched_tokens: int
-    """Tokens that a rank computes in a step, at most."""
+    """Most tokens of a step on a rank."""
     graph_plan: GraphPlan | None
     """None in eager mode."""
     answers: tuple[Answer, ...]
-    """On rank 0 those of the configured file."""
+    """From the configured file; on rank 0 alone."""
     attention_layout: str
-    """That computes rightly on this rank."""
+    """The one that computes rightly on this rank."""
 
 
 def model_path(config: EngineConfig) -> Path:
-    """The directory of the configured model."""
     return DEMO_MODEL if config.model is None else Path(config.model)
 
 
@@ -124,7 +119,7 @@ def _check_profile_dir(config: EngineConfig) -> None:
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """``EngineConfig.longest_sequence``; tells the user if the model allows more."""
+    """``EngineConfig.longest_sequence``; logs a larger limit of the model."""
     chosen, limit = config.longest_sequence(model), model.max_position_embeddings
     if config.max_model_len is None and limit > chosen:
         logger.info("max_model_len is %d; the model allows up to %d positions", chosen, limit)
@@ -135,13 +130,10 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def choose_num_pages(config: EngineConfig, prepared: Prepared, model: Model, page_bytes: int) -> int:
-    """Pages of this rank's KV pool.
+    """Pages of this rank's KV pool. ParameterError if the configured memory, or share of it, holds no page.
 
-    By default as many as a full server with the usual number of branches can use, and on an NPU with graphs as many as
-    let one kernel attend for a whole step, as far as the memory goes.
-
-    Raises:
-        ParameterError: the configured memory, or share of it, holds no page.
+    The default is what a full server with the usual number of branches can use; on an NPU with graphs, enough for one
+    kernel to attend for a whole step; at most what fits in memory.
     """
     if config.kv_cache_memory is not None:
         if config.kv_cache_memory < page_bytes:
@@ -169,7 +161,6 @@ def choose_num_pages(config: EngineConfig, prepared: Prepared, model: Model, pag
 
 
 def request_limits(config: EngineConfig, prepared: Prepared, model: ModelConfig, num_pages: int) -> Limits:
-    """What a request may ask of the engine."""
     return Limits(
         vocab_size=model.vocab_size,
         mask_token_id=model.mask_token_id,

@@ -1,4 +1,4 @@
-"""Profiles of an engine: every rank counts their steps, the chosen ranks record them."""
+"""Profiles of an engine: every rank counts the steps, chosen ranks record them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,20 @@ from lopa_ascend.runner.runner import Runner
 logger = logging.getLogger(__name__)
 
 MOST_KEPT = 8
-"""Profiles in the configured folder. The oldest go when another begins."""
+"""Profiles in the configured folder; the oldest go when another begins."""
 WARM_UP = 1
-"""Steps between those that are left out and those that are recorded."""
+"""Steps."""
 
 
 class RankTraces(msgspec.Struct, frozen=True):
-    """What a rank has recorded."""
-
     files: tuple[str, ...] = ()
-    """The traces, below the configured folder; on an NPU each is a folder itself."""
+    """Traces below the configured folder; on an NPU each is a folder."""
     failure: str | None = None
-    """Why there are none, if the rank should have recorded steps and could not."""
+    """Why the rank could not record what it should have."""
 
 
 def remove_oldest(folder: Path) -> None:
-    """Removes all but the newest profiles of servers, and nothing else."""
+    """Removes all but the newest profiles, and nothing else."""
     for path in sorted(path for path in folder.iterdir() if _is_profile(path))[:-MOST_KEPT]:
         shutil.rmtree(path, ignore_errors=True)  # another rank may do the same
 
@@ -50,32 +48,22 @@ def _is_profile(path: Path) -> bool:
 
 
 class Profiles:
-    """The profiles of one rank, one at a time.
-
-    Args:
-        config: the engine's.
-        mesh: this rank's place among others.
-        runner: of this rank; the parts of its steps are ranges in the traces.
-    """
+    """The profiles of one rank, one at a time. The parts of the runner's steps are ranges in the traces."""
 
     def __init__(self, config: EngineConfig, mesh: Mesh, runner: Runner) -> None:
         self._folder = None if config.profile_dir is None else Path(config.profile_dir)
         self._profiler, self._mesh, self._runner = find_device(config.device).profiler, mesh, runner
         self._asked: StartProfile | None = None
-        """The latest profile, until ``stop`` has told of it."""
+        """The latest profile, until ``stop`` reports it."""
         self._steps_left = 0
-        """Of the profile, with those that are left out."""
+        """Including those left out."""
         self._profile: RunningProfile | None = None
-        """That of this rank, while it records."""
         self._failure: str | None = None
         self._numbers = itertools.count()
 
     def start(self, asked: StartProfile) -> None:
-        """Begins a profile. Every rank must be told the same.
-
-        Raises:
-            ProfileError: one runs, or the engine was started without a folder for traces.
-        """
+        """Begins a profile; every rank must be told the same. ProfileError if one runs, or there is no folder for
+        traces."""
         if self._folder is None:
             raise ProfileError("there is no profile_dir, the folder for traces")
         if self._steps_left:
@@ -98,7 +86,7 @@ class Profiles:
         return self._profiler.mark(part)
 
     def step(self) -> None:
-        """Counts a step that has ended. With the last one the profile is written."""
+        """Counts a step that has ended; the last one writes the profile."""
         if not self._steps_left:
             return
         self._steps_left -= 1
@@ -111,7 +99,7 @@ class Profiles:
             self._end()
 
     def _end(self) -> None:
-        """Ends what this rank records, and writes it if there are recorded steps."""
+        """Ends this rank's recording, and writes recorded steps."""
         profile, self._profile = self._profile, None
         self._steps_left = 0
         self._runner.set_probe(no_probe)
@@ -127,13 +115,12 @@ class Profiles:
         logger.error("no profile: %s", self._failure)
 
     def check_stop(self) -> None:
-        """Raises ProfileError if no profile runs, and none has ended by itself since ``stop`` was called last."""
+        """Raises ProfileError if no profile runs, and none has ended by itself since the last ``stop``."""
         if self._asked is None:
             raise ProfileError("no profile runs")
 
     def stop(self) -> list[RankTraces]:
-        """Ends the profile; returns what every rank has recorded, by rank, as soon as all have written it. Every rank
-        must call it."""
+        """Ends the profile; returns every rank's record once all have written. Every rank must call it."""
         asked, self._asked = self._asked, None
         assert asked is not None
         assert self._folder is not None

@@ -1,4 +1,4 @@
-"""Starts the engine of a rank: alone, as rank 0 which leads the others, or as one that follows."""
+"""Starts the engine of a rank: alone, as rank 0 which leads the others, or as a follower."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ from lopa_ascend.parallel.store import serve_store
 
 
 def follow(engine: Engine) -> None:
-    """Repeats on another rank what rank 0 does, and returns when rank 0 ends the engine.
-
-    Raises:
-        RankError: the ranks cannot go on.
-    """
+    """Repeats on another rank what rank 0 does, until rank 0 ends the engine. RankError if the ranks cannot go on."""
     engine.follows = True
     while True:
         kind, commands = receive_message(engine.mesh.world)
@@ -62,14 +58,10 @@ def _obey(engine: Engine, command: Command) -> None:
 
 
 def start_engine(config: EngineConfig) -> Engine:
-    """The engine for `LLM`.
+    """The engine for `LLM`. Raises what `Engine` raises, or RankError if a rank ended while it started.
 
     An engine of one rank runs in this process. Under torchrun this process is one of several ranks, which must all make
     the same calls. Otherwise the other ranks are started here, and this process is rank 0.
-
-    Raises:
-        RankError: a rank ended while it started.
-        Exception: whatever `Engine` raises.
     """
     if config.world_size == 1:
         return _checked(Engine(config))
@@ -79,16 +71,9 @@ def start_engine(config: EngineConfig) -> Engine:
 
 
 def lead(config: EngineConfig, on_failure: Callable[[str], None]) -> Engine:
-    """The engine for the server: of one rank, or rank 0 of ranks whose processes are started elsewhere.
-
-    Args:
-        config: the engine's configuration.
-        on_failure: called in a thread, with a message, when a rank has ended or hangs.
-
-    Raises:
-        RankError: the other ranks did not join.
-        Exception: whatever `Engine` raises.
-    """
+    """The engine for the server: alone, or rank 0 of ranks that another process starts. ``on_failure`` is called in a
+    thread, with a message, when a rank has ended or hangs. Raises what `Engine` raises, or RankError if the others did
+    not join."""
     if config.world_size == 1:
         return _checked(Engine(config))
     engine = make_engine(config, Mesh.join(config, Rendezvous.from_environment(), on_failure))
@@ -97,12 +82,7 @@ def lead(config: EngineConfig, on_failure: Callable[[str], None]) -> Engine:
 
 
 def start_local_ranks(config: EngineConfig) -> Engine:
-    """Starts the other ranks as processes on this machine, and makes this process rank 0.
-
-    Raises:
-        RankError: a rank ended while it started.
-        Exception: whatever `Engine` raises.
-    """
+    """Starts the other ranks as processes on this machine, and makes this one rank 0. Raises like ``start_engine``."""
     config = share_cores(config)
     store = serve_store(LOCALHOST, 0)
     rendezvous = Rendezvous.on_this_machine(0, config.world_size, store.port)
@@ -114,7 +94,7 @@ def start_local_ranks(config: EngineConfig) -> Engine:
 
 
 def _checked(engine: Engine) -> Engine:
-    """The engine, once it has repeated the configured answers; else it is closed."""
+    """The engine, once it has repeated the configured answers; it is closed if it does not."""
     try:
         check_answers(engine)
     except BaseException:
@@ -124,11 +104,11 @@ def _checked(engine: Engine) -> Engine:
 
 
 def _ignore_failure(message: str) -> None:
-    """For `LLM`: the next call raises RankError with the message, which the mesh keeps."""
+    """For `LLM`: the mesh keeps the message, and the next call raises it as RankError."""
 
 
 def make_engine(config: EngineConfig, mesh: Mesh) -> Engine:
-    """Makes the engine of a rank; if that fails, leaves the mesh first, so that the other ranks hear of it."""
+    """Makes a rank's engine; if that fails, leaves the mesh first, so that the other ranks hear of it."""
     try:
         return Engine(config, mesh)
     except BaseException as error:
@@ -137,13 +117,12 @@ def make_engine(config: EngineConfig, mesh: Mesh) -> Engine:
 
 
 class _Followers:
-    """The processes of the other ranks while they start; ends them if the ``with`` block fails."""
+    """The other ranks' processes while they start; ended if the ``with`` block fails."""
 
     def __init__(self, config: EngineConfig, port: int):
         self._starts = local_rank_processes(config, port)
         self._stops = StopWatch(config.distributed_timeout_seconds)
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        """By rank."""
 
     def __enter__(self) -> _Followers:
         try:
@@ -162,18 +141,14 @@ class _Followers:
 
     def kill(self, _: str) -> None:
         """Ends the processes after a failure, so that this rank does not wait in a collective for one that hangs. The
-        mesh keeps the message, which the next call raises."""
+        mesh keeps the message."""
         kill_running(self.processes.values())
 
     def _end(self) -> None:
         end_processes(list(self.processes.values()))
 
     def check(self) -> None:
-        """Looks whether all processes still run.
-
-        Raises:
-            RankError: one of them has ended, or was stopped for too long.
-        """
+        """Raises RankError if a process has ended, or was stopped for too long."""
         ending = explain_exit({rank: process.poll() for rank, process in self.processes.items()})
         if ending is not None:
             raise RankError(f"a rank ended while it started ({ending})")

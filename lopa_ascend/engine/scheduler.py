@@ -1,11 +1,11 @@
-"""Which requests run, which of them take part in a step, and which pages they use. Plain Python, no torch.
+"""Which requests run, which of them take part in a step, and which pages they use. Imports no torch.
 
-Requests are admitted first come, first served. A request is admitted once all pages are available that it can need in
-the worst case: pages for the prompt and the whole canvas, once for every slot except where slots share pages. So a
-running request is never preempted. After each commit, pages that it can no longer need become available to others.
+Requests are admitted first come, first served, once all pages are available that one can need in the worst case: for
+the prompt and the whole canvas, once for every slot except where slots share pages. So a running request is never
+preempted. After each commit, pages that it can no longer need become available to others.
 
-Prompts are computed in steps of their own, which take turns with decoding steps as ``turns.py`` decides. If a step
-cannot hold all running requests, the requests that have waited longest go first.
+Prompts are computed in steps of their own, which take turns with decoding steps (``turns.py``). If a step cannot hold
+all running requests, those that have waited longest go first.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ Begin = Callable[[Request, PageTables, Prefix | None], Sequence]
 
 
 class Scheduler:
-    """Admits requests, plans steps and frees pages. The same calls in the same order give the same plans on every rank.
+    """Admits requests, plans steps and frees pages. Equal calls in equal order give equal plans on every rank.
 
     Attributes:
-        waiting: requests by id, in the order of their arrival.
-        running: sequences by request id, in the order of their admission.
-        num_steps, num_prefill_steps: steps planned so far.
-        prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and found.
+        waiting: by request id, in order of arrival.
+        running: by request id, in order of admission.
+        prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and found.
 
     Args:
-        allocator: of the KV pool's pages.
         begin: makes the sequence of an admitted request.
         prefix_cache: None: no prompt is reused.
-        pieces: of the prompts of a causal model; None: prompts are computed whole.
+        pieces: for a causal model's prompts; None: prompts are computed whole.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class Scheduler:
         self._pieces = pieces
 
     def add(self, request: Request) -> None:
-        """Queues a request, which was checked against ``limits`` and whose id is not in use."""
+        """Queues a request that was checked against ``limits`` and has a new id."""
         self.waiting[request.request_id] = request
 
     def remove(self, request_id: str) -> bool:
@@ -76,7 +74,7 @@ class Scheduler:
     # ---- admission -------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Starts waiting requests in their order until one does not fit."""
+        """Starts waiting requests in order until one does not fit."""
         while self.waiting and len(self.running) < self.limits.max_num_seqs:
             request = next(iter(self.waiting.values()))
             entry = self._find_cached(request)
@@ -88,15 +86,14 @@ class Scheduler:
             del self.waiting[request.request_id]
 
     def _find_cached(self, request: Request) -> Prefix | None:
-        """What the prefix cache has of the request's prompt."""
+        """The cached prefix of the prompt."""
         if self.prefix_cache is None or not request.params.is_pipelined:
             return None
         key = prefix_key(request)
         return self.prefix_cache.get(replace(key, tokens=key.tokens[: request.num_reusable]))
 
     def _fits(self, request: Request, entry: Prefix | None) -> bool:
-        """Whether the request, on the pages of a cached beginning if there is one, and all running ones can get every
-        page that they may need."""
+        """Whether this request's worst case fits beside that of every running one. ``entry``: its cached prefix."""
         params = request.params
         num_slots, num_shared = self.limits.num_slots(params), request.num_shared_positions
         needed = worst_case(request.limit, num_slots, num_shared, params.max_window)
@@ -109,7 +106,7 @@ class Scheduler:
         return needed <= available
 
     def _start(self, request: Request, entry: Prefix | None) -> Sequence:
-        """The sequence of a request, on the cached pages of its prompt, of which a partial one is copied."""
+        """Begins a sequence on the cached pages of its prompt; a partial page is copied."""
         page_tables = PageTables(self.allocator, self.limits.num_slots(request.params))
         if entry is not None:
             page_tables.adopt(entry.full_pages)
@@ -122,11 +119,8 @@ class Scheduler:
         return sequence
 
     def _copy_to_slots(self, entry: Prefix, page_tables: PageTables, num_shared: int) -> None:
-        """Gives the slots a copy of the cached page that holds the last cached positions.
-
-        Args:
-            num_shared: positions of the prompt that all slots share. If they fill the page, slot 0 alone needs it now.
-        """
+        """Gives the slots copies of the page that holds the last cached positions. If the ``num_shared`` positions that
+        all slots share fill that page, slot 0 alone needs it now."""
         assert entry.partial_page is not None
         partial_page, num_cached = entry.partial_page, len(entry.tokens)
         self.allocator.share(partial_page)  # growing a table may drop the entry from the cache
@@ -139,8 +133,7 @@ class Scheduler:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def plan(self) -> Step | None:
-        """Admits what may run and plans the next step, with room in the pages for what it writes; None if nothing
-        runs."""
+        """Admits what may run and plans the next step, with pages for what it writes; None if nothing runs."""
         self._admit()
         prefill, chosen = self._choose()
         if not chosen:
@@ -156,8 +149,8 @@ class Scheduler:
         return step
 
     def _choose(self) -> tuple[bool, list[Sequence]]:
-        """Whether the next step is a prefill step, and the sequences that take part. A decoding step has as many as
-        ``max_num_batched_tokens`` allows, but at least one, whose branches together may exceed it."""
+        """Whether the next step is a prefill step, and its sequences. A decoding step takes what
+        ``max_num_batched_tokens`` allows, but at least one sequence, even if its branches exceed that."""
         prompts = [sequence for sequence in self.running.values() if sequence.in_prefill]
         decodes = [sequence for sequence in self.running.values() if not sequence.in_prefill]
         if with_prompts := self._choose_prompts(prompts, decodes):
@@ -172,7 +165,7 @@ class Scheduler:
         return False, chosen
 
     def _choose_prompts(self, prompts: list[Sequence], decodes: list[Sequence]) -> list[Sequence]:
-        """The sequences whose prompts, or pieces of them, the next step computes; none if it is a decoding step."""
+        """Sequences whose prompts, or pieces of them, the next step computes; none if it is a decoding step."""
         if self._pieces is None:
             waiting = {sequence.request_id: sequence.num_computed for sequence in prompts}
             return [self.running[request_id] for request_id in self._turns.choose(waiting, bool(decodes))]
@@ -188,13 +181,8 @@ class Scheduler:
         return [self.running[request_id] for request_id in pieces]
 
     def advance(self, sequence: Sequence, record: StepRecord | None) -> None:
-        """Follows a step that has updated the sequence: caches what later requests can reuse, and frees the pages that
-        the sequence does not need any more, or all of them if it is done.
-
-        Args:
-            sequence: one that took part in the step.
-            record: what the step did to it; None if the step failed.
-        """
+        """Follows a step that updated the sequence: caches what later requests can reuse, and frees pages no longer
+        needed, or all if the sequence is done. ``record`` is None if the step failed."""
         if record is not None and _commits(record, sequence.request.origin):
             self._remember(sequence)
         if sequence.plan is None:
@@ -205,7 +193,7 @@ class Scheduler:
             sequence.page_tables.share_committed(sequence.num_committed)
 
     def _remember(self, sequence: Sequence) -> None:
-        """Puts a prompt that was just computed into the prefix cache, unless all pages are in use."""
+        """Caches a prompt that was just computed, unless all pages are in use."""
         if self.prefix_cache is None:
             return
         key, table = prefix_key(sequence.request), sequence.page_tables.by_slot[0]
@@ -219,12 +207,12 @@ class Scheduler:
 
 
 def _commits(record: StepRecord, end: int) -> bool:
-    """Whether a pass has left the final keys and values of the positions before ``end``, for the first time."""
+    """Whether a pass first left the final keys and values of all positions before ``end``."""
     return record.cache_length < end <= record.cache_length + record.committed
 
 
 def prefix_key(request: Request) -> Prefix:
-    """What the keys and values of the request's prompt depend on; in a block-causal model those of its whole blocks."""
+    """What keys and values of the prompt depend on; in a block-causal model, those of its whole blocks."""
     params, tokens = request.params, request.prompt[: request.origin]
     if request.properties.is_block_causal:
         phase = len(request.prompt) % params.block_size if request.properties.grid == "prompt" else 0
@@ -236,6 +224,6 @@ def prefix_key(request: Request) -> Prefix:
 
 
 def _committed_key(sequence: Sequence) -> Prefix:
-    """What the keys and values of all committed positions depend on."""
+    """What keys and values of all committed positions depend on."""
     tokens = *sequence.request.prompt, *sequence.strategy.anchor.tokens
     return replace(prefix_key(sequence.request), tokens=tokens[: sequence.num_committed])

@@ -1,4 +1,4 @@
-"""Makes the sequences of requests that the scheduler admits, with their grammars."""
+"""Makes the sequences of admitted requests, with their grammars."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lopa_ascend.types import Scoring
 
 
 class Starter:
-    """See the module. It does not refer to the engine.
+    """Makes sequences; does not refer to the engine.
 
     Attributes:
         compiler: of grammars, in threads; None without a tokenizer.
-        grammars: by request id, of requests that have not begun. They are compiled before ``begin``.
+        grammars: by request id; compiled before ``begin``, which removes them.
 
     Args:
         num_token_ids: token ids from this one on do not exist in the tokenizer.
@@ -35,12 +35,8 @@ class Starter:
         self.compiler = None if tokenizer is None else Grammars(tokenizer)
 
     def begin(self, request: Request, page_tables: PageTables, entry: Prefix | None) -> Sequence:
-        """Makes the sequence of an admitted request, with its first ``plan``.
-
-        Args:
-            entry: what of the prompt is cached, if any of it is: then the pages already hold the keys and values of
-                these positions.
-        """
+        """Makes the sequence of an admitted request, with its first ``plan``. The pages already hold keys and values of
+        the positions in ``entry``, the cached part of the prompt."""
         params, mask = request.params, self._model.mask_token_id
         eos = params.eos_ids_or(self._model.eos_token_ids)
         num_cached = 0 if entry is None else len(entry.tokens)
@@ -68,7 +64,7 @@ class Starter:
         return sequence
 
     def _constraint(self, request: Request, eos: tuple[int, ...]) -> Constraint | None:
-        """The request's grammar at its beginning, which is compiled by now."""
+        """The request's grammar at its beginning; it is compiled by now."""
         if (asked := request.params.structured_outputs) is None:
             return None
         ends = [token for token in (*eos, *request.params.stop_token_ids) if token < self._num_token_ids]
@@ -81,8 +77,8 @@ class Starter:
         return Constraint(matcher, ends)
 
     def _scoring(self, request: Request) -> Scoring:
-        """How the logits of a request are scored. Fields without effect keep their defaults, so that more requests are
-        scored together."""
+        """How a request's logits are scored. Fields without effect keep their defaults, so that more requests share a
+        batch."""
         params = request.params
         assert params.seed is not None or not params.temperature, "the engine draws a seed where a request has none"
         return Scoring(

@@ -1,19 +1,18 @@
-"""Prefill steps and decoding steps take turns, so that long prompts do not stall requests that decode or are short.
+"""Prefill and decoding steps take turns, so that long prompts do not stall requests that decode or are short.
 
 A prompt that attends to itself in both directions cannot be computed in pieces. Three rules bound how long others wait
 for it:
 
 - A prefill step computes at most ``MAX_PREFILL_TOKENS`` tokens, or one prompt that is longer.
-- Then come decoding steps, if any request decodes: one for each ``TOKENS_PER_DECODING_STEP`` tokens that the prefill
-  step computed. Between these decoding steps, prompts of at most ``TOKENS_PER_DECODING_STEP`` tokens together may be
-  computed.
+- If any request decodes, one decoding step follows for each ``TOKENS_PER_DECODING_STEP`` tokens of the prefill step.
+  Between these, prompts of at most ``TOKENS_PER_DECODING_STEP`` tokens together may be computed.
 - Shorter prompts go first, but a prompt that was overtaken ``MAX_OVERTAKEN`` times is not overtaken again.
 
-A causal model's prompts are computed in pieces (``Pieces``), each followed by a decoding step if any request decodes.
-They are so small that they do half the work of that step, so that others wait for less than two steps as a rule. A
-token's work is 1 for the products with the weights, and grows with the positions that it sees.
+A causal model's prompts are computed in pieces (``Pieces``), each followed by a decoding step if any request decodes. A
+piece does half the work of that step, so others usually wait for less than two steps. A token's work is 1 for the
+products with the weights, and grows with the positions that it sees.
 
-The rules count tokens and steps, not seconds, so every rank takes the same decisions.
+The rules count tokens and steps, not seconds, so every rank decides the same.
 """
 
 from __future__ import annotations
@@ -24,23 +23,17 @@ from typing import NamedTuple
 from lopa_ascend.kv.pages import PAGE_SIZE
 
 MAX_PREFILL_TOKENS = 1024
-"""Most tokens of a prefill step, unless a single prompt has more. With fewer, running requests would wait less for the
-prompts of others, and prompts would take more steps."""
+"""Most tokens of a prefill step, unless one prompt has more. Fewer: running requests wait less for others' prompts, and
+prompts take more steps."""
 TOKENS_PER_DECODING_STEP = 128
-"""Tokens of prompts that are computed for each decoding step while requests decode."""
+"""Prompt tokens computed for each decoding step while requests decode."""
 MAX_OVERTAKEN = 8
-"""Prefill steps in which shorter prompts that came later may go before a prompt."""
+"""Prefill steps in which shorter, later prompts may go before a prompt."""
 
 
 class Turns:
-    """Chooses the prompts of each step.
-
-    Attributes:
-        owed: tokens of prompts for which decoding steps are still to come.
-
-    Args:
-        max_tokens: most tokens of a prefill step, unless a single prompt has more.
-    """
+    """Chooses the prompts of each step: at most ``max_tokens`` tokens, unless one prompt has more. ``owed``: prompt
+    tokens for which decoding steps are still to come."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -50,15 +43,10 @@ class Turns:
         """By request id: prefill steps in which a later prompt went first."""
 
     def choose(self, waiting: Mapping[str, int], decoding: bool) -> list[str]:
-        """Notes that a step is made, and chooses its prompts.
+        """Counts a step and chooses the ids of its prompts; none if it is a decoding step.
 
-        Args:
-            waiting: by request id, in the order of arrival: the tokens that the prefill step computes for a request
-                whose prompt is not computed yet. These are its prompt, and its first block or its whole canvas.
-            decoding: whether any request decodes.
-
-        Returns:
-            Ids of the requests whose prompts the step computes; none if it is a decoding step.
+        ``waiting``: by request id, in order of arrival, the tokens of a prefill step for a request whose prompt is not
+        computed yet: its prompt, and its first block or its whole canvas. ``decoding``: whether any request decodes.
         """
         if not decoding:
             self.owed = 0
@@ -72,7 +60,6 @@ class Turns:
         return chosen
 
     def _chosen(self, waiting: Mapping[str, int], decoding: bool) -> list[str]:
-        """The prompts that this step computes; none if it is a decoding step."""
         if not waiting or (decoding and self._prefilled_last):
             return []
         in_order = self._in_order(waiting)
@@ -84,15 +71,14 @@ class Turns:
         return _fitting(in_order, waiting, min(self.max_tokens, TOKENS_PER_DECODING_STEP))
 
     def _in_order(self, waiting: Mapping[str, int]) -> list[str]:
-        """Overdue prompts in the order of their arrival; then the others, the shortest first."""
+        """Overdue prompts in order of arrival; then the others, shortest first."""
         return sorted(waiting, key=lambda prompt: 0 if self._is_overdue(prompt) else waiting[prompt])
 
     def _is_overdue(self, prompt: str) -> bool:
-        """Whether no other prompt may go before this one any more."""
         return self._overtaken.get(prompt, 0) >= MAX_OVERTAKEN
 
     def _count_overtaken(self, waiting: Iterable[str], chosen: Iterable[str]) -> None:
-        """Counts the step for the prompts that were not chosen although a later one was."""
+        """Counts the step for prompts that a later one has overtaken."""
         last_chosen = max(index for index, prompt in enumerate(waiting) if prompt in chosen)
         overtaken: dict[str, int] = {}
         for index, prompt in enumerate(waiting):
@@ -103,20 +89,18 @@ class Turns:
 
 
 class Prompt(NamedTuple):
-    """What is left of a prompt that is computed in pieces."""
+    """The rest of a prompt that is computed in pieces: ``length`` positions from ``start`` on."""
 
     start: int
-    """The positions before are computed."""
     length: int
-    """Positions from there on."""
 
 
 class Pieces(Turns):
-    """Chooses the pieces of prompts of each step, for a causal model.
+    """Chooses the pieces of a causal model's prompts for each step.
 
     Args:
-        max_tokens: most tokens of a step, if there are fewer than ``MAX_PREFILL_TOKENS``.
-        free_tokens: see ``backend.device.Device``; a step has so many even if they do more work.
+        max_tokens: most tokens of a step, if fewer than ``MAX_PREFILL_TOKENS``.
+        free_tokens: see ``backend.device.Device``; a step has at least so many, even if they do more work.
         reach: see ``ModelConfig.attention_reach``.
     """
 
@@ -125,19 +109,12 @@ class Pieces(Turns):
         self.free_tokens, self.reach = free_tokens, reach
 
     def work(self, start: int, length: int) -> float:
-        """The work of the positions from ``start`` on."""
+        """The work of ``length`` positions from ``start`` on."""
         return length * (1 + start / self.reach)
 
     def pieces(self, waiting: Mapping[str, Prompt], decoding: float) -> dict[str, int]:
-        """Notes that a step is made, and chooses its pieces.
-
-        Args:
-            waiting: by request id, in the order of arrival.
-            decoding: the work of the decoding step that comes next; 0 if no request decodes.
-
-        Returns:
-            By request id, how many positions the step computes; none if it is a decoding step.
-        """
+        """Counts a step and chooses its pieces: positions by request id; none if it is a decoding step. ``waiting`` is
+        in order of arrival; ``decoding`` is the work of the next decoding step, 0 if no request decodes."""
         found: dict[str, int] = {}
         if waiting and not (decoding and self._prefilled_last):
             found = self._pieces(waiting, decoding)
@@ -164,7 +141,7 @@ class Pieces(Turns):
 
 
 def _fitting(prompts: list[str], num_tokens: Mapping[str, int], budget: int) -> list[str]:
-    """The first prompts whose tokens together are within the budget."""
+    """The first prompts whose tokens fit in the budget together."""
     chosen: list[str] = []
     for prompt in prompts:
         budget -= num_tokens[prompt]

@@ -10,7 +10,13 @@ from typing import Any
 from lopa_ascend.config import ConfigError, ModelConfig
 from lopa_ascend.config.files import Fields, shown
 from lopa_ascend.config.int4_files import AWQ, GPTQ, int4_format
-from lopa_ascend.config.int8_files import COMPRESSED_TENSORS, CONFIG_FIELD, FP8, fp8_format, uses_compressed_tensors
+from lopa_ascend.config.quantized_files import (
+    COMPRESSED_TENSORS,
+    CONFIG_FIELD,
+    FP8,
+    fp8_format,
+    uses_compressed_tensors,
+)
 from lopa_ascend.families.family import Family
 
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {

@@ -4,7 +4,7 @@ A graph's shapes never change, so a step runs in the cheapest bucket that holds 
 buckets compile and capture fast; more buckets would need less padding.
 
 A full bucket computes every block of every slot. A packed one has fewer **block-rows**, a block of one slot each, and
-computes what differs; see ``policy/packed.py``.
+computes what differs (``policy/packed.py``).
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from typing import NamedTuple
 from lopa_ascend.config import divided_length
 
 FEWEST_SEQUENCES = 4
-"""Sequences of the second smallest buckets: steps of up to 4 read the weights in most of their time, so padding costs
-them little. From there on numbers double, for arithmetic grows with them, and a 910C sums large messages slowly: of any
-limit of tokens, such as 585 of Dream-7B on 4 ranks (1 MiB a rank), some bucket then uses more than half."""
+"""Sequences of the second smallest buckets: steps of up to 4 mostly read weights, so padding costs them little. From
+there on numbers double, for arithmetic grows with them, and a 910C sums large messages slowly: some bucket then uses
+more than half of any limit of tokens, such as 585 for Dream-7B on 4 ranks (1 MiB a rank)."""
 MAX_EOS = 8
 """EOS ids that a request may have in a graph."""
 
 
 class Bucket(NamedTuple):
-    """The shapes of a compiled step. The first two differ between the buckets of an engine."""
+    """The shapes of a compiled step. ``sequences`` and ``blocks`` (of a window) differ between the buckets of an
+    engine."""
 
     sequences: int
     blocks: int
-    """Blocks of a window."""
     pages: int
-    """Pages of a slot."""
+    """Of a slot."""
     branches: int
-    """Branches of a sequence on all ranks."""
+    """Of a sequence, on all ranks."""
     slots: int
     """Branches of a sequence on one rank."""
     block_length: int
     """Positions of the longest block."""
     max_blocks: int
-    """Blocks of the largest window of any bucket."""
+    """Of any bucket's window."""
     full_attention: bool = False
     """All queries of a window see the same keys; otherwise those of each block do."""
     max_queries: int | None = None
-    """Queries that an attention entry has at most; None for any number."""
+    """Most queries of an attention entry; None: no limit."""
     logit_shift: int = 1
     """See ``ModelProperties``."""
     rows: int | None = None
-    """Block-rows of a packed bucket, fewer than there are blocks in all slots; None: the bucket is full."""
+    """Block-rows of a packed bucket, fewer than the blocks of all slots; None: the bucket is full."""
 
     @property
     def spans(self) -> int:
-        """Parts of a slot whose queries see the same keys: attention entries, as long as these are not divided."""
+        """Parts of a slot whose queries see the same keys: attention entries, unless ``max_queries`` divides these."""
         return 1 if self.full_attention else self.blocks
 
     @property
@@ -60,50 +60,44 @@ class Bucket(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Attention entries of a slot."""
         return self.spans * len(self.entry_lengths)
 
     @property
     def cells(self) -> int:
-        """Cells of a window: a cell is the place of one generated position."""
+        """Cells of a window. A cell is the place of one generated position."""
         return self.blocks * self.block_length
 
     @property
     def tokens(self) -> int:
-        """Tokens that a rank computes in a step."""
+        """Of a step on one rank."""
         return self.writes if self.rows is None else self.rows * self.block_length
 
     @property
     def writes(self) -> int:
-        """Cache positions that it may write."""
         return self.sequences * self.slots * self.cells
 
     @property
     def name(self) -> str:
-        """For messages and for files of compiled graphs."""
         rows = "" if self.rows is None else f"_rows{self.rows}"
         return f"sequences{self.sequences}_blocks{self.blocks}{rows}_pages{self.pages}"
 
     @property
     def all_entries(self) -> int:
-        """Attention entries of a step on one rank."""
         if self.rows is not None:
             return self.rows * len(self.entry_lengths)
         return self.sequences * self.slots * self.entries
 
     @property
     def all_slots(self) -> int:
-        """Slots of all sequences on one rank."""
         return self.sequences * self.slots
 
     @property
     def tables(self) -> int:
-        """Page tables that the host writes: of each attention entry, or in a packed bucket of each slot."""
+        """Page tables that the host writes: one for each attention entry, or in a packed bucket for each slot."""
         return self.all_entries if self.rows is None else self.all_slots
 
     @property
     def max_cells(self) -> int:
-        """Cells of the largest window of any bucket."""
         return self.max_blocks * self.block_length
 
     @property
@@ -120,23 +114,18 @@ class Bucket(NamedTuple):
         return 2 * self.max_cells + 2 * self.branches
 
     def shape(self, dims: str) -> tuple[int, ...]:
-        """Sizes of dimensions that are given by the names of fields and properties, e.g. "sequences cells"."""
+        """Sizes of named dimensions, e.g. "sequences cells"."""
         return tuple(getattr(self, name) for name in dims.split())
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The buckets of an engine."""
-
     declared: tuple[Bucket, ...]
-    """In the order of their cost."""
+    """Cheapest first."""
 
     def choose(self, sequences: int, blocks: int, pages: int, rows: int | None = None) -> Bucket | None:
-        """The cheapest bucket with at least these sizes; None if there is none.
-
-        Args:
-            rows: block-rows that the step needs at most; None: it needs a full bucket.
-        """
+        """The cheapest bucket with at least these sizes; None if there is none. ``rows``: block-rows that the step may
+        need; None: it needs a full bucket."""
         for bucket in self.declared:
             if bucket.sequences >= sequences and bucket.blocks >= blocks and bucket.pages >= pages:
                 if bucket.rows is None or (rows is not None and bucket.rows >= rows):
@@ -147,12 +136,12 @@ class Buckets:
 def declare(shape: Bucket, max_tokens: int, *, packs: bool = False) -> Buckets:
     """The buckets of an engine.
 
-    All have page tables of the same width, which holds the longest sequence: how many keys attention reads is decided
-    by KV lengths, which are inputs of a step, and a page table that is too wide costs its upload alone.
+    All have page tables of the same width, which holds the longest sequence: KV lengths, which are inputs of a step,
+    decide how many keys attention reads, and a page table that is too wide costs its upload alone.
 
     Args:
         shape: the largest sizes that any bucket needs.
-        max_tokens: the most tokens that a rank may compute in a step; the smallest bucket exists even if it has more.
+        max_tokens: most tokens of a step on a rank; the smallest bucket exists even if it has more.
         packs: beside each full bucket there is a packed one of 3/4 of its block-rows, and beside that of the smallest
             window another one of half of them. So block-rows grow by half or by a third from one bucket to the next.
     """
@@ -171,7 +160,6 @@ def declare(shape: Bucket, max_tokens: int, *, packs: bool = False) -> Buckets:
 
 
 def _packed(full: Bucket, is_smallest: bool) -> list[Bucket]:
-    """The packed buckets beside a full one."""
     count = full.all_slots * full.blocks
     rows = {-(-3 * count // 4), *([-(-count // 2)] if is_smallest else [])} - {count}
     return [full._replace(rows=number) for number in rows]
@@ -183,7 +171,6 @@ def ladder(most: int) -> list[int]:
 
 
 def _doubled(first: int, last: int) -> Iterable[int]:
-    """``first`` times powers of 2, and at the end ``last``."""
     value = first
     while value < last:
         yield value

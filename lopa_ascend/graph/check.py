@@ -1,9 +1,8 @@
-"""Whether compiled steps compute what the same steps compute op by op. It is tried at start, on random tokens,
-positions, pages and KV lengths, which are the same on all ranks.
+"""Checks at start that compiled steps compute what the same steps compute op by op, on random tokens, positions, pages
+and KV lengths, which are the same on all ranks.
 
-What is written goes to padding positions, which the page tables of this check hold beside pages of random keys and
-values: so attention reads what the step has just written. Decisions are not compared here but in every step, with those
-of ``decode/``.
+What is written goes to padding positions. This check's page tables hold these beside pages of random keys and values,
+so attention reads what the step has just written. Decisions are compared in every step, with those of ``decode/``.
 """
 
 from __future__ import annotations
@@ -23,26 +22,19 @@ from lopa_ascend.model.base import Model
 from lopa_ascend.score.greedy import GreedyScore, Scored
 
 MAX_KEYS = 512
-"""Most keys of an entry: a CPU would compute long with more."""
+"""Most keys of an entry; a CPU would compute long with more."""
 MAX_PAGES = 32
-"""Pages of random keys and values at most."""
 ROWS = 256
-"""Rows that are scored at a time: logits of a whole step would need memory that the device does not have for them."""
+"""Rows scored at a time: the device has no memory left for the logits of a whole step."""
 EXACT, ROUNDED = (0.01, 0.1), (0.2, 1.5)
-"""Differences of logarithms of probabilities that half of a block's rows, and all rows, keep within: in float32, and in
-narrower dtypes, where inductor's sums and those of single ops were seen to give up to 0.05 and 0.4."""
+"""Differences of log probabilities that half of a block's rows, and all rows, keep within: in float32, and in narrower
+dtypes, in which inductor's sums and those of single ops differed by up to 0.05 and 0.4."""
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 
 class StepCheck:
-    """Compares the compiled steps of one rank.
-
-    Args:
-        compiler: of the steps.
-        pool: its pages are filled with random values.
-        num_token_ids: token ids from this one on do not exist.
-    """
+    """Compares the compiled steps of one rank. Fills the pages of ``pool`` with random values."""
 
     def __init__(self, compiler: Compiler, model: Model, pool: KVPool, num_token_ids: int) -> None:
         self._compiler, self._model, self._pool = compiler, model, pool
@@ -55,7 +47,6 @@ class StepCheck:
         self._fill_pages()
 
     def _fill_pages(self) -> None:
-        """Every layer gets the same pages in another order."""
         random = torch.Generator().manual_seed(0)
         for half in (self._pool.k, self._pool.v):
             shape = self._num_pages, *half[0].shape[1:]
@@ -72,19 +63,9 @@ class StepCheck:
         num_written: int,
         length: int,
     ) -> list[int]:
-        """Writes random inputs of a step into these tensors on the device, the same ones in every call, and clears what
-        the step will write.
-
-        Args:
-            tokens: token ids; half of them become masks.
-            page_tables: of each attention entry, or of each slot.
-            num_entries: attention entries.
-            num_written: padding positions that the step writes.
-            length: positions of a block; an entry has as many keys at least.
-
-        Returns:
-            The KV length of each entry.
-        """
+        """Writes random inputs of a step into these tensors on the device, the same in every call; half of the tokens
+        are masks. Clears the ``num_written`` padding positions that the step will write. Returns the KV length of each
+        entry, which is ``length``, the positions of a block, at least."""
         random = torch.Generator().manual_seed(tokens.numel())
 
         def below(limit: int, *shape: int) -> Tensor:
@@ -110,31 +91,20 @@ class StepCheck:
         return [most, *lengths[1:]]
 
     def expected(self, name: str, step: Run, kv_lengths: list[int]) -> Scored:
-        """What a step predicts, op by op, with margins as confidences.
-
-        Args:
-            name: of the bucket.
-            step: gives the hidden states [T, hidden] that predict tokens.
-        """
+        """What a step predicts op by op, with margins as confidences. ``step`` gives the hidden states [T, hidden] that
+        predict tokens."""
         return self._timed(lambda: self.scored(self._compiler.launch(step, f"{name}, op by op", kv_lengths)))
 
     def scored(self, hidden: Tensor) -> Scored:
-        """The predictions of hidden states [T, hidden], on the host."""
         with self._model.tp.ledger.paused():
             parts = [self._score(self._model.logits(rows)) for rows in hidden.split(ROWS)]
         ids, probs, margins = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
         return Scored(ids, probs, margins)
 
     def compare(self, name: str, run: Callable[[], tuple[Tensor, Tensor]], expected: Scored, length: int) -> None:
-        """Compares a graph with its step.
-
-        Args:
-            run: launches the graph, and returns the tokens of all rows and their probabilities, on the host.
-            length: rows of a block.
-
-        Raises:
-            GraphError: they differ, here or on another rank.
-        """
+        """Compares a graph with its step. ``run`` launches the graph and returns the tokens of all rows and their
+        probabilities, on the host; ``length`` is the rows of a block. GraphError if they differ, here or on another
+        rank."""
         bounds = EXACT if self._model.head.dtype == torch.float32 else ROUNDED
         fault = fault_of(*self._timed(run), expected, length, bounds)
         if not self._compiler.on_every_rank(fault is None):
@@ -156,14 +126,9 @@ class StepCheck:
 def fault_of(
     ids: Tensor, probs: Tensor, expected: Scored, length: int, bounds: tuple[float, float] = ROUNDED
 ) -> str | None:
-    """In what the predictions of rows differ; None if rounding explains it.
-
-    Another token is one only if it is no near-tie: if the second best one was clearly less probable.
-
-    Args:
-        length: rows of a block.
-        bounds: of half of a block's rows, and of all rows.
-    """
+    """In what the predictions of rows differ; None if rounding explains it. Another token counts only if it is no
+    near-tie, i.e. if the second best one was clearly less probable. ``length``: rows of a block; ``bounds``: for half
+    of a block's rows, and for all rows."""
     ids, probs = ids.flatten(), probs.flatten()
     difference = (probs / expected.probs).log().abs()
     difference = difference.masked_fill(probs.isnan() & expected.probs.isnan(), 0)

@@ -1,4 +1,4 @@
-"""Which compiler makes the decode steps of an engine."""
+"""Chooses the compiler of decode steps."""
 
 from __future__ import annotations
 
@@ -12,17 +12,11 @@ from lopa_ascend.config import GRAPH_MODES_BY_DEVICE
 
 
 def load_compiler(device: str, mode: str, *, key: str, cache_dir: str | Path | None = None) -> Compiler:
-    """The compiler of a graph mode.
+    """The compiler of a device's graph mode; ValueError if there is no such mode.
 
-    Args:
-        device: a key of ``GRAPH_MODES_BY_DEVICE``.
-        mode: one of the device's graph modes.
-        key: what the steps are made of: model and configuration. Steps with equal keys and tensors of equal shapes must
-            be the same. The code of this package is added here, the versions of libraries by the compiler.
-        cache_dir: directory in which compiled steps outlive the process; None: they do not.
-
-    Raises:
-        ValueError: the device has no such mode.
+    ``key`` tells model and configuration: steps with equal keys and tensors of equal shapes must be the same. The code
+    of this package is added here, the versions of libraries by the compiler. Compiled steps outlive the process in
+    ``cache_dir``.
     """
     if mode not in GRAPH_MODES_BY_DEVICE[device]:
         choices = ", ".join(GRAPH_MODES_BY_DEVICE[device])
@@ -34,7 +28,7 @@ def load_compiler(device: str, mode: str, *, key: str, cache_dir: str | Path | N
 
 
 def code_digest() -> str:
-    """16 hexadecimal digits that change with every change of this package's source files."""
+    """16 hexadecimal digits that change with this package's source files."""
     folders: list[Path] = []
     for name in ("lopa_ascend", "lopa_ascend.graph", "lopa_ascend.parallel"):
         spec = find_spec(name)

@@ -1,11 +1,11 @@
 """Runs decode steps as compiled graphs, launched one ahead of the host.
 
-The device carries the sequences' states from step to step. The host follows with ``decode/``, the definition: it reads
-back what each step predicted, absorbs it, and so knows what the device has decided. To launch step n + 1 it needs only
-the results of step n - 1, so the device computes step n while the host reads and plans. Where packed buckets save more
-than that, it reads step n first.
+The device carries the sequences' states from step to step. The host follows with ``decode/``, the definition: it
+absorbs what each step predicted, and so knows what the device has decided. To launch step n + 1 it needs only the
+results of step n - 1, so the device computes step n while the host reads and plans. If packed buckets save more than
+that, the host reads step n first.
 
-Prompts, and requests that ask for something that graphs do not support, are left to the eager executor.
+Prompts, and requests that graphs do not support, are left to the eager executor.
 """
 
 from __future__ import annotations
@@ -39,38 +39,28 @@ from lopa_ascend.types import GraphStats, RowResult, SequencePlan
 
 DISAGREEMENT = "the compiled step and the Python code in decode/ decided differently"
 HOST_SECONDS = 3e-3
-"""From a step's result to the next launch, of one sequence with 8 branches. On a Xeon its result is taken in within 1.2
-ms, and inputs are written within 0.8."""
+"""From a step's result to the next launch, for one sequence with 8 branches. A Xeon takes 1.2 ms to absorb the result
+and 0.8 ms to write inputs."""
 Windows = list[tuple[Sequence, range]]
 """Sequences that a graph can decode in this step, with the blocks that its bucket must hold."""
 
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A launched step whose output has not been read."""
-
     number: int
     bucket: Bucket
     sequences: list[Sequence]
-    """In the order of the launch."""
     starts: list[int]
-    """The first block of each sequence's window."""
+    """First block of each sequence's window."""
     counts: Counts
-    """In a packed bucket what each sequence has room for."""
+    """In a packed bucket, what each sequence has room for."""
     read: Callable[[], Tensor]
-    """Waits for the output; see ``tensors.view_output``."""
+    """Waits for the output (``tensors.view_output``)."""
 
 
 class GraphExecutor:
-    """The compiled steps of one rank.
-
-    Attributes:
-        num_rows, idle_rows: see ``EngineStats``.
-        inputs: the device's memory for the inputs of steps.
-
-    Args:
-        bp: the ranks that hold the same part of the model and evaluate other branches.
-    """
+    """The compiled steps of one rank. ``bp``: the ranks that hold the same part of the model and evaluate other
+    branches. ``num_rows``, ``idle_rows``: see ``EngineStats``."""
 
     def __init__(self, model: Model, pool: KVPool, graphs: Graphs, bp: Group = ALONE) -> None:
         self.graphs, self.pool = graphs, pool
@@ -86,7 +76,7 @@ class GraphExecutor:
         caches = pool.k, pool.v
         self.launchers = {step.bucket: Launcher(step, graphs, self.seats, self.inputs, caches) for step in steps}
         self._unsupported: dict[Sequence, str | None] = {}
-        """By sequence the field of the request that no graph supports; None if graphs can decode the sequence."""
+        """By sequence, the field of the request that no graph supports; None if graphs can decode it."""
         self._in_flight: list[InFlightStep] = []
         self._num_launches = self._tokens = self._padded_tokens = self._wasted_steps = 0
         self._eager_steps: Counter[str] = Counter()
@@ -99,8 +89,7 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def warm_up(self, launchers: Iterable[Launcher], check: StepCheck | None = None) -> None:
-        """Compiles the buckets of some launchers, which ``check`` compares. After that no bucket can be compiled any
-        more."""
+        """Compiles the launchers' buckets and has ``check`` compare them. No bucket can be compiled afterwards."""
         for launcher in launchers:
             launcher.compile(check)
         self.graphs.compiler.freeze()
@@ -108,11 +97,9 @@ class GraphExecutor:
             self.graphs = replace(self.graphs, ahead=not self._pays_to_read_first())
 
     def _pays_to_read_first(self) -> bool:
-        """Whether a step is better launched when the last one has been read: then its lookahead cells are known, and a
-        smaller bucket holds it, but the device waits for the host. The same on all ranks.
-
-        A single sequence says it: others add to what the device computes as they do to what the host does.
-        """
+        """Whether to read a step before the next is launched: then its lookahead cells are known and a smaller bucket
+        holds it, but the device waits for the host. The same on all ranks. A single sequence decides: others add work
+        to the device as they do to the host."""
         alone = [bucket for bucket in self.graphs.buckets.declared if bucket.sequences == 1]
         smallest = [bucket for bucket in alone if bucket.blocks == alone[0].blocks]
         least, most = (self.launchers[bucket].seconds() for bucket in (smallest[0], smallest[-1]))
@@ -137,31 +124,23 @@ class GraphExecutor:
     # ---- sequences -------------------------------------------------------------------------------------------------
 
     def with_fixed_branches(self, params: DecodingParams, eos: Iterable[int]) -> DecodingParams:
-        """See ``support.with_fixed_branches``.
-
-        Args:
-            eos: EOS ids of a request with these parameters.
-        """
         return with_fixed_branches(params, len(params.ends(eos)), self.graphs.shape, self.graphs.params)
 
     def start(self, sequence: Sequence) -> None:
-        """Decides whether graphs can decode a sequence."""
         num_ends = len(sequence.strategy.ends)
         reason = unsupported(sequence.request.params, num_ends, self.graphs.shape, self.graphs.params)
         self._unsupported[sequence] = "continuations" if sequence.request.continuations else reason
 
     def release(self, sequence: Sequence) -> None:
-        """Frees the sequence's seat. A step that is in flight may still write to it: the next sequence in the seat
-        overwrites that."""
+        """Frees the sequence's seat. A step in flight may still write to it; the next sequence in the seat overwrites
+        that."""
         self.seats.release(sequence)
         self._unsupported.pop(sequence, None)
 
     def ask(self, sequence: Sequence) -> None:
         """Notes what the sequence may need until its next result is read, if that is more than an eager step needs.
-
-        While none of its compiled steps is in flight, the engine launches two before it reads the result of the first.
-        What is noted serves both, and the second one may open one more block.
-        """
+        While none of its compiled steps is in flight, the engine launches two before it reads the first result. What is
+        noted serves both, and the second one may open one more block."""
         plan = sequence.next_pass
         if self._unsupported[sequence] is not None or plan.start < plan.prefix_length:
             return
@@ -178,7 +157,6 @@ class GraphExecutor:
         return self._is_in_flight(sequence) or self._eager_reason(sequence) is None
 
     def _eager_reason(self, sequence: Sequence) -> str | None:
-        """What keeps graphs from computing the next pass of a sequence; None if they can."""
         if sequence.in_prefill:
             return "prompt"
         if (reason := self._unsupported[sequence]) is not None:
@@ -196,11 +174,8 @@ class GraphExecutor:
     # ---- launch ----------------------------------------------------------------------------------------------------
 
     def launch(self, step: Step) -> tuple[list[InFlightStep], list[Sequence]]:
-        """Launches the graphs of a step. Its page tables are read now, and may change afterwards.
-
-        Returns:
-            The launched steps that are to be read in this step, and the sequences for the eager executor.
-        """
+        """Launches the graphs of a step: (launched steps to read in this step, sequences for the eager executor). Page
+        tables are read now, and may change afterwards."""
         batches, eager = self._divide(step)
         launched = [self._launch_batch(batch) for batch in batches]
         if not self.graphs.ahead:
@@ -209,11 +184,8 @@ class GraphExecutor:
         return before, eager
 
     def _divide(self, step: Step) -> tuple[list[Windows], list[Sequence]]:
-        """(batches of sequences, each for one graph; sequences for the eager executor).
-
-        A sequence that is left to the eager executor while a step of it is in flight is in neither: it waits until that
-        step has been read.
-        """
+        """(batches of sequences, each for one graph; sequences for the eager executor). A sequence for the eager
+        executor with a step in flight is in neither: it waits until that step has been read."""
         fitting: Windows = []
         eager: list[Sequence] = []
         for sequence in step.sequences:
@@ -228,7 +200,7 @@ class GraphExecutor:
         return self._batches(fitting), eager
 
     def _batches(self, fitting: Windows) -> list[Windows]:
-        """Divides sequences into few batches that fit a bucket each, of windows of similar size."""
+        """Divides sequences into few batches with windows of similar size, each of which fits a bucket."""
         batches: list[Windows] = []
         for item in sorted(fitting, key=lambda item: len(item[1]), reverse=True):
             if batches and self._bucket([*batches[-1], item]) is not None:
@@ -238,22 +210,16 @@ class GraphExecutor:
         return batches
 
     def _bucket(self, batch: Windows, num_rows: int | None = None) -> Bucket | None:
-        """The cheapest bucket that holds a batch; None if there is none.
-
-        Args:
-            num_rows: see ``Buckets.choose``.
-        """
+        """The cheapest bucket that holds a batch; None if there is none. ``num_rows``: see ``Buckets.choose``."""
         blocks = max(len(window) for _, window in batch)
         end = max(end_of_blocks(sequence, window.stop) for sequence, window in batch)
         return self.graphs.buckets.choose(len(batch), blocks, pages_for(end), num_rows)
 
     def _block_rows(self, sequence: Sequence, window: range, *, in_flight: bool) -> tuple[int, ...]:
-        """See ``window.block_rows``."""
         slots, num_groups = self.graphs.shape.slots, self._placement.size
         return block_rows(sequence, window, in_flight=in_flight, slots=slots, num_groups=num_groups)
 
     def _unseat(self, sequence: Sequence) -> None:
-        """Takes a sequence out of its seat, for an eager step."""
         if sequence in self.seats.of:
             row = self.seats.hidden_row(sequence, num_blocks(sequence.strategy, sequence.num_committed))
             sequence.last_hidden = self.seats.storage.hidden[row].clone()
@@ -296,12 +262,8 @@ class GraphExecutor:
         return results
 
     def _absorb(self, step: InFlightStep, index: int, output: StepOutput) -> Result:
-        """Takes in what a step predicted for one sequence, as ``decode/`` defines it, and checks that the device has
-        decided the same.
-
-        Args:
-            index: of the sequence in the launch.
-        """
+        """Absorbs a step's predictions for the sequence number ``index`` of the launch, as ``decode/`` defines it, and
+        checks that the device has decided the same."""
         sequence, bucket = step.sequences[index], step.bucket
         plan = sequence.next_pass
         self._count(plan, bucket)
@@ -328,14 +290,13 @@ class GraphExecutor:
         return sequence, record
 
     def _has_room(self, step: InFlightStep, index: int) -> bool:
-        """Whether a packed step has computed all blocks that a sequence's branches have of their own."""
+        """Whether a packed step has computed every block that differs between a sequence's branches."""
         sequence, start, counts = step.sequences[index], step.starts[index], step.counts[index]
         num_opened = max(num_blocks(sequence.strategy, row.end) for row in sequence.next_pass.rows)
         needed = self._block_rows(sequence, range(start, num_opened), in_flight=False)
         return len(needed) <= len(counts) and all(n <= count for n, count in zip(needed, counts, strict=False))
 
     def _count(self, plan: SequencePlan, bucket: Bucket) -> None:
-        """Counts one sequence of a step that was read."""
         self.num_rows += len(plan.rows)
         self.idle_rows += bucket.branches - len(plan.rows)
         own_rows = plan.rows[self._placement.group :: self._placement.size]
@@ -344,13 +305,8 @@ class GraphExecutor:
 
 
 def _agrees(step: InFlightStep, index: int, tokens: Tensor, end: int) -> bool:
-    """Whether the device's window holds the tokens that ``decode/`` has decided on.
-
-    Args:
-        index: of the sequence in the launch.
-        tokens: token ids of the window [C].
-        end: of the winner's row.
-    """
+    """Whether the device's window holds the tokens that ``decode/`` decided on. ``tokens`` are the window's ids [C];
+    the winner's row ends at ``end``."""
     sequence, start = step.sequences[index], step.starts[index]
     begin = end_of_blocks(sequence, start)
     cells = cells_of(sequence, start, step.bucket.block_length, np.arange(begin, end))
@@ -359,7 +315,7 @@ def _agrees(step: InFlightStep, index: int, tokens: Tensor, end: int) -> bool:
 
 
 def _predictions(step: InFlightStep, index: int, output: StepOutput) -> list[RowResult | None]:
-    """What a step predicted for the masked positions of one sequence, by branch; see ``prediction.row_result``."""
+    """Predictions for one sequence's masked positions, by branch (``prediction.row_result``)."""
     sequence, start = step.sequences[index], step.starts[index]
     tokens, probs, confidences = (  # [B, C] each
         column[index].numpy() for column in (output.ids, output.max_probs, output.confidences)

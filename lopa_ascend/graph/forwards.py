@@ -1,9 +1,8 @@
 """Compiled forward passes of causal models. The host decides between them, so they support all that a request asks.
 
-A pass has rows of one length: with "ar" of one position, otherwise of a block. The positions of a block see one another
-or, in the pass that commits it, are causal; where weights of their own draft, blocks that are drafted are a kind, too.
-Each kind has buckets of its own, by the number of rows. Prompts, and a last block that is shorter, are computed op by
-op.
+A pass has rows of one length: with "ar" one position, otherwise a block. The positions of a block see one another or,
+in the pass that commits it, are causal. Blocks that are drafted by weights of their own are a third kind. Each kind has
+its own buckets, by number of rows. Prompts, and a shorter last block, are computed op by op.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class PassKind(NamedTuple):
     """What the rows of a pass have in common."""
 
     length: int
-    """Positions of a row."""
     is_causal: bool
     drafts: bool = False
     """See ``RowPlan.drafts``."""
@@ -55,11 +53,9 @@ class PassShape(NamedTuple):
     length: int
     is_causal: bool
     slots: int
-    """Slots that a position is written to, at most."""
+    """Most slots that a position is written to."""
     pages: int
-    """Pages of a slot."""
     max_queries: int | None
-    """See ``Ops``."""
     drafts: bool = False
 
     @property
@@ -85,23 +81,16 @@ class PassShape(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For messages and for files of compiled graphs."""
         kind = "drafts" if self.drafts else "causal" if self.is_causal else "rows"
         return f"{kind}{self.rows}_length{self.length}_pages{self.pages}"
 
     def shape(self, dims: str) -> tuple[int, ...]:
-        """See ``spec.Sizes``."""
         return tuple(getattr(self, name) for name in dims.split())
 
 
 def declare_rows(kinds: Mapping[PassKind, int], shape: PassShape, max_tokens: int) -> tuple[PassShape, ...]:
-    """The buckets of an engine.
-
-    Args:
-        kinds: rows that a pass of each kind has at most.
-        shape: slots of a pass that commits, pages, and ``max_queries``.
-        max_tokens: the most tokens that a rank may compute in a step; one row may have more.
-    """
+    """The buckets of an engine. ``kinds``: most rows of a pass, by kind; ``shape``: slots of a pass that commits,
+    pages, and ``max_queries``; ``max_tokens``: most tokens of a step on a rank, but one row may have more."""
     declared = []
     for kind, most in kinds.items():
         commits = kind.is_causal or kind.length == 1
@@ -122,8 +111,6 @@ class ForwardTensors(NamedTuple):
 
 
 class PassLauncher:
-    """The compiled forward pass of one bucket."""
-
     def __init__(
         self, bucket: PassShape, model: Model, pool: KVPool, memory: Tensor, first_padding_position: int
     ) -> None:
@@ -136,17 +123,13 @@ class PassLauncher:
         self._run: Run | None = None
 
     def rehearse(self, compiler: Compiler) -> None:
-        """See ``Compiler.rehearse``."""
         few = self._write(None)
         with self._model.tp.ledger.paused():
             compiler.rehearse(self._step, self.bucket.name, self._tensors, few)
 
     def compile(self, compiler: Compiler, check: StepCheck | None = None) -> None:
-        """Compiles the pass and tries it out, with few keys and with the most. Then ``check`` compares it.
-
-        Raises:
-            GraphError: see ``Compiler.compile`` and ``StepCheck.compare``.
-        """
+        """Compiles the pass and tries it out, with few keys and with the most; then ``check`` compares it. GraphError
+        as in ``Compiler.compile`` and ``StepCheck.compare``."""
         name = self.bucket.name
         if check is not None:
             expected = check.expected(name, self._hidden, self._write_random(check))
@@ -161,7 +144,6 @@ class PassLauncher:
             check.compare(name, lambda: check.scored(launch())[:2], expected, self.bucket.length)
 
     def _write_random(self, check: StepCheck) -> list[int]:
-        """Writes random inputs; returns the KV length of each entry."""
         self._write(None)
         bucket, given = self.bucket, self._views(self._memory)
         given.source.copy_(torch.arange(bucket.writes) % bucket.tokens)
@@ -172,18 +154,13 @@ class PassLauncher:
             return self._step(self._tensors, kv_lengths)
 
     def launch(self, inputs: ForwardInputs) -> Tensor:
-        """Final hidden states of all tokens; valid until the next launch.
-
-        Args:
-            inputs: on the host.
-        """
+        """Final hidden states of all tokens, valid until the next launch. ``inputs`` is on the host."""
         assert self._run is not None
         for sent in self._model.traffic(self.bucket.tokens):
             self._model.tp.ledger.add(sent.purpose, sent.num_bytes, sent.calls)
         return self._run(self._write(inputs))
 
     def _step(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int] | Tensor) -> Tensor:
-        """What a compiler compiles."""
         num_given = len(ForwardTensors._fields)
         given, caches = ForwardTensors(*tensors[:num_given]), tensors[num_given:]
         on_host, on_device = ((), kv_lengths) if isinstance(kv_lengths, Tensor) else (tuple(kv_lengths), None)
@@ -197,7 +174,7 @@ class PassLauncher:
         return self._model.forward(inputs, caches[:num_layers], caches[num_layers:])
 
     def _write(self, inputs: ForwardInputs | None) -> list[int]:
-        """Writes the inputs of a pass to the device, and padding around them; returns the KV length of each entry."""
+        """Writes a pass's inputs to the device, padded; returns the KV length of each entry."""
         bucket = self.bucket
         on_host = self._model.ops.host_memory(len(self._memory))
         target = self._views(on_host)
@@ -225,15 +202,7 @@ class PassLauncher:
 
 
 class Forwards:
-    """The compiled forward passes of one rank.
-
-    Attributes:
-        launchers: by bucket, in the order of their cost.
-
-    Args:
-        declared: see ``declare_rows``.
-        num_groups: branch-parallel groups.
-    """
+    """The compiled forward passes of one rank. ``launchers``: by bucket, cheapest first."""
 
     def __init__(self, declared: Sequence[PassShape], compiler: Compiler, model: Model, pool: KVPool, num_groups: int):
         self._compiler, self._pool, self._num_groups = compiler, pool, num_groups
@@ -253,8 +222,7 @@ class Forwards:
 
     @torch.inference_mode()
     def warm_up(self, launchers: Iterable[PassLauncher], check: StepCheck | None = None) -> None:
-        """Compiles the buckets of some launchers, which ``check`` compares. After that no bucket can be compiled any
-        more."""
+        """Compiles the launchers' buckets and has ``check`` compare them. No bucket can be compiled afterwards."""
         for launcher in launchers:
             launcher.compile(self._compiler, check)
         self._compiler.freeze()
@@ -275,8 +243,8 @@ class Forwards:
         )
 
     def divide(self, sequences: Iterable[Running]) -> Iterator[tuple[PassKind | None, list[Running]]]:
-        """Divides the sequences of a step, the same on all ranks, into those of each kind, and of none, which are
-        computed op by op. None of them has more rows than a bucket."""
+        """Divides a step's sequences, the same on all ranks, into groups by kind, each with at most a bucket's rows.
+        Those of kind None are computed op by op."""
         by_kind: dict[PassKind | None, list[list[Running]]] = {}
         for sequence in sequences:
             kind, rows = self._kind(sequence), self._num_rows([sequence])
@@ -301,19 +269,14 @@ class Forwards:
         return kind
 
     def _most(self, kind: PassKind) -> int:
-        """Rows of the largest bucket of a kind."""
         return max((bucket.rows for bucket in self.launchers if bucket.kind == kind), default=0)
 
     def _num_rows(self, sequences: Sequence[Running]) -> int:
-        """Rows that the busiest group computes at most."""
         return sum(slots_for(len(sequence.next_pass.rows), self._num_groups) for sequence in sequences)
 
     def hidden(self, kind: PassKind, inputs: ForwardInputs) -> Tensor:
-        """Final normed hidden states [R, hidden] of ``inputs.rows``.
-
-        Args:
-            inputs: on the host, of sequences that ``divide`` gave for this kind.
-        """
+        """Final normed hidden states [R, hidden] of ``inputs.rows``. ``inputs`` is on the host, for sequences that
+        ``divide`` gave for this kind."""
         assert inputs.rows is not None
         num_rows = len(inputs.tokens) // kind.length
         bucket = next(bucket for bucket in self.launchers if bucket.kind == kind and bucket.rows >= num_rows)

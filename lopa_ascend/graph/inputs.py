@@ -1,7 +1,7 @@
-"""What the host writes for a compiled step: the parameters and states of its requests, and the inputs of each launch.
+"""What the host writes for a compiled step: its requests' parameters and states, and the inputs of each launch.
 
 A launch uses nothing that the step before it computes, so the host may launch a step before it has read the last one.
-Shapes are declared in ``tensors.py`` and ``policy/rows.py``; letters for dimensions are those of ``policy``.
+Shapes are declared in ``tensors.py`` and ``policy/rows.py``; dimensions have the letters of ``policy``.
 """
 
 from __future__ import annotations
@@ -23,58 +23,47 @@ from lopa_ascend.kv.pages import PAGE_SIZE
 
 NO_TOKEN = -1
 NO_LIMIT = 2**30
-"""More blocks than any sequence has."""
 
 
 class BlockRows(NamedTuple):
-    """The block-rows of a packed step, int64 [N] each; 0 of padding."""
+    """The block-rows of a packed step, int64 [N] each; padding is 0."""
 
     sequence: Tensor
-    """Of the launch."""
+    """Index in the launch."""
     block: Tensor
-    """Of the window."""
+    """Index in the window."""
     place: Tensor
-    """In the sequence's order, see ``policy/packed.py``."""
+    """In the sequence's order; see ``policy/packed.py``."""
     num_used: int
-    """The others are padding."""
 
 
 class HostView(NamedTuple):
-    """What the host knows of a sequence when it launches a step. Blocks are numbered from 0 at the origin.
-
-    The window must hold all open blocks; see ``window.next_window``.
-    """
+    """What the host knows of a sequence when it launches a step. Blocks are numbered from 0 at the origin. The window
+    must hold all open blocks (``window.next_window``)."""
 
     seat: int
     origin: int = 0
-    """See ``ModelProperties.origin``."""
     block_size: int = 0
     num_positions: int = 0
-    """Positions from the origin to the end of the canvas."""
+    """From the origin to the end of the canvas."""
     window_start: int = 0
-    """First block of the window. The blocks before it were final before the last launch."""
+    """First block of the window. Earlier ones were final before the last launch."""
     last_start: int = 0
     """First block of the last launched window."""
     last_blocks: int = 0
-    """Blocks of the bucket in which that window was launched."""
+    """Blocks of that window's bucket."""
     max_opened_blocks: int = 0
-    """The most blocks that can be opened. Once a token that ends the answer is filled, no further block opens."""
+    """No further block opens once a token that ends the answer is filled."""
     num_shared_pages: int = 0
-    """How many of the first pages are the same in all slots."""
+    """First pages that are the same in all slots."""
     filler: int = 0
-    """What cells without a position hold: a token id that is neither the mask nor an end."""
+    """Content of cells without a position: a token id that is neither the mask nor an end."""
 
 
 # ---- parameters and state of a request -----------------------------------------------------------------------------
 
 
 def empty_params(num_seats: int, mask: int, shape: Bucket) -> RequestParams:
-    """Parameters of seats without a request.
-
-    Args:
-        mask: token id of the mask.
-        shape: the engine's largest bucket.
-    """
     seats = shape._replace(sequences=num_seats)
     declared = specs(RequestParams).values()
     params = RequestParams(*(torch.zeros(seats.shape(spec.dims), dtype=spec.dtype) for spec in declared))
@@ -94,13 +83,8 @@ def empty_states(num_seats: int, shape: Bucket) -> Tensor:
 def write_params(
     params: RequestParams, seat: int, request: DecodingParams, ends: Sequence[int], num_given: int = 0
 ) -> None:
-    """Writes a request's parameters into a seat.
-
-    Args:
-        request: graphs support it, see ``support.py``.
-        ends: token ids that end the request.
-        num_given: tokens of the prompt in the first block.
-    """
+    """Writes into a seat the parameters of a request that graphs support, its ``ends``, and the number of its prompt's
+    tokens in the first block."""
     size = request.block_size
     params.ends[seat] = NO_TOKEN
     params.ends[seat, : len(ends)] = torch.tensor(ends, dtype=torch.int32)
@@ -113,12 +97,8 @@ def write_params(
 
 
 def packed_state(strategy: Strategy, window_start: int, filler: int, shape: Bucket) -> Tensor:
-    """The packed state float32 [state size] of a sequence between two steps.
-
-    Args:
-        window_start: index of the window's first block, which is the number of committed generated blocks.
-        filler: see ``HostView``.
-    """
+    """A sequence's packed state float32 [state size] between two steps. ``window_start`` is the window's first block,
+    i.e. the number of committed generated blocks; ``filler``: see ``HostView``."""
     origin = strategy.origin
     *lookaheads, anchor = strategy.branches
     window = (*strategy.prompt[origin:], *anchor.tokens)
@@ -162,7 +142,6 @@ class _WindowCells:
         self.position = (self.origin + inside).clamp_min(0)
 
     def block_ends(self) -> Tensor:
-        """The position after each block [S, W]."""
         end = torch.minimum((self.block + 1) * self.block_size, self.num_positions)
         return (self.origin + end).flatten(1)
 
@@ -176,17 +155,13 @@ def write_inputs(
     first_padding_position: int,
     packed: tuple[Packing, BlockRows] | None = None,
 ) -> Tensor:
-    """Fills the inputs of a step.
+    """Fills the inputs of a step. Returns the ends of the windows' blocks, int64 [S, W]: in a block-causal window the
+    KV lengths of its entries.
 
     Args:
         views: one for each of the S sequences; of padding rows only the seat counts.
         page_tables: page ids by slot, int32 [S, R, P]; -1 if there is no page.
-        params: of all seats.
         first_padding_position: as many cache positions from here on as the bucket writes are never read.
-        packed: of a packed bucket, the packing to fill and its block-rows.
-
-    Returns:
-        The ends of the windows' blocks, int64 [S, W]: in a block-causal window the KV lengths of its entries.
     """
     window = _WindowCells(views, bucket)
     launch, own_params, model_inputs = inputs
@@ -283,12 +258,8 @@ def _write_packed_inputs(
 
 
 def block_rows(counts: Sequence[Sequence[int]], num_rows: int) -> BlockRows:
-    """The block-rows of a packed step.
-
-    Args:
-        counts: by sequence and block of its window, how many slots may compute it.
-        num_rows: of the bucket, no fewer than these.
-    """
+    """The block-rows of a packed step. ``counts``: by sequence and block of its window, how many slots may compute it;
+    ``num_rows``: the bucket's, no fewer than these."""
     each = [
         (number, block, place)
         for number, of_sequence in enumerate(counts)
@@ -301,11 +272,8 @@ def block_rows(counts: Sequence[Sequence[int]], num_rows: int) -> BlockRows:
 
 
 def _hidden_rows(bucket: Bucket, window: _WindowCells, first_own_row: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(``hidden_rows``, ``predicted_by``, ``block_ends``, ``save_rows``) of ModelInputs.
-
-    Args:
-        first_own_row: row of ``Storage.hidden`` from which on rows are of this step alone.
-    """
+    """(``hidden_rows``, ``predicted_by``, ``block_ends``, ``save_rows``) of ModelInputs. Rows of ``Storage.hidden``
+    from ``first_own_row`` on belong to this step alone."""
     S, R, W, L = bucket.shape("sequences slots blocks block_length")
     before_window, save_rows = _seat_rows(bucket, window)
     rows = first_own_row + torch.arange(bucket.tokens).view(S, R, -1)
@@ -334,8 +302,8 @@ def _last_cell(window: _WindowCells) -> Tensor:
 
 
 def _cells_before(bucket: Bucket, window: _WindowCells) -> Tensor:
-    """The cell before each cell, int64 [S, 1, C]. Before a block's first cell that is the last cell of the previous
-    block that has a position; what the first block gets has no meaning."""
+    """The cell before each cell, int64 [S, 1, C]. Before a block's first cell that is the previous block's last cell
+    with a position; the first block's value has no meaning."""
     S, W, L = bucket.shape("sequences blocks block_length")
     block, offset = torch.arange(W)[:, None], torch.arange(L)
     before_in_block = block * L + offset - 1

@@ -1,4 +1,4 @@
-"""Launches compiled steps: one launcher for each bucket, which writes a step's inputs and starts its graph."""
+"""One launcher for each bucket writes a step's inputs and starts its graph."""
 
 from __future__ import annotations
 
@@ -40,32 +40,22 @@ Counts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Graphs:
-    """What decode steps are compiled for, and how."""
-
     shape: Bucket
-    """The largest sizes of all buckets."""
     buckets: Buckets
     params: GraphParams
     compiler: Compiler
     score: GreedyScore
-    """Its confidence is that of ``params``."""
+    """Its confidence is the one in ``params``."""
     num_seats: int
-    """Sequences that graphs can decode at the same time."""
     first_padding_position: int
-    """Padding rows and cells write their keys and values to the cache positions from here on."""
+    """Padding rows and cells write their keys and values from here on."""
     ahead: bool
     """Whether a step is launched before the output of the last one is read."""
 
 
 class InputMemory:
-    """Memory of the device for the inputs of steps. All launchers share it, because steps run one after the other.
-
-    Attributes:
-        num_written: how often inputs were written to it.
-
-    Args:
-        size: 32-bit elements.
-    """
+    """Device memory for the inputs of steps, ``size`` 32-bit elements. All launchers share it, because steps run one
+    after the other."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.tensor = torch.zeros(size, dtype=torch.int32, device=device)
@@ -73,11 +63,10 @@ class InputMemory:
         self.key: Hashable = None
         """Equal for equal inputs; None: it holds none yet."""
         self.kv_lengths: list[int] = []
-        """KV length of each attention entry."""
 
 
 def filled_up(counts: Counts, bucket: Bucket) -> Counts:
-    """Counts that use more of a packed bucket's block-rows: then inputs change less often."""
+    """Counts that use more of a packed bucket's block-rows, so that inputs change less often."""
     spare, filled = (bucket.rows or 0) - sum(map(sum, counts)), list[tuple[int, ...]]()
     for of_sequence in counts:
         more = list[int]()
@@ -89,8 +78,6 @@ def filled_up(counts: Counts, bucket: Bucket) -> Counts:
 
 
 class Launcher:
-    """The compiled step of one bucket."""
-
     def __init__(self, step: DecodeStep, graphs: Graphs, seats: Seats, memory: InputMemory, caches: Caches) -> None:
         self.bucket = step.bucket
         self._step, self._graphs, self._seats, self._shared = step, graphs, seats, memory
@@ -104,18 +91,13 @@ class Launcher:
         self._run: Run | None = None
 
     def rehearse(self) -> None:
-        """See ``Compiler.rehearse``."""
         few = self._write([], [])
         with self._step.bp.ledger.paused():
             self._graphs.compiler.rehearse(self._step, self.bucket.name, self._tensors, few)
 
     def compile(self, check: StepCheck | None = None) -> None:
-        """Compiles the step and tries it out, with few keys and with the most. That launches it, with padding rows
-        only. Then ``check`` compares it.
-
-        Raises:
-            GraphError: see ``Compiler.compile`` and ``StepCheck.compare``.
-        """
+        """Compiles the step and tries it out with padding rows, with few keys and with the most; then ``check``
+        compares it. GraphError as in ``Compiler.compile`` and ``StepCheck.compare``."""
         compiler, name = self._graphs.compiler, self.bucket.name
         if check is not None:  # first, while little memory is taken
             expected = check.expected(name, self.hidden, self.write_random(check))
@@ -128,14 +110,14 @@ class Launcher:
             self.compare(check, expected)
 
     def compare(self, check: StepCheck, expected: Scored) -> None:
-        """Compares the graph with what the step predicts, op by op, for the same inputs (``write_random``)."""
+        """Compares the graph with what the step predicts op by op for the same inputs (``write_random``)."""
         run, compiler, name = self._run, self._graphs.compiler, self.bucket.name
         assert run is not None
         launch = partial(compiler.launch, run, name, self.write_random(check))
         check.compare(name, lambda: self._predicted(launch()), expected, self.bucket.block_length)
 
     def write_random(self, check: StepCheck) -> list[int]:
-        """Writes inputs of padding rows with random tokens, positions and pages; returns KV lengths."""
+        """Writes padding rows with random tokens, positions and pages; returns KV lengths."""
         bucket, num_seats = self.bucket, self._seats.num_seats
         rows = range(num_seats, num_seats + bucket.sequences)
         views = [HostView(row, block_size=bucket.block_length, num_positions=bucket.cells) for row in rows]
@@ -147,8 +129,8 @@ class Launcher:
         return check.write(*targets, bucket.all_entries, bucket.writes, bucket.block_length)
 
     def _take_lookaheads(self) -> tuple[tuple[int, ...], ...]:
-        """Gives padding rows lookahead branches that fill a packed bucket, one after the other from the first block on;
-        returns how many slots compute each block, by sequence. In a full bucket there are none."""
+        """Gives padding rows lookahead branches that fill a packed bucket, from the first block on. Returns by sequence
+        how many slots compute each block; in a full bucket nothing."""
         bucket, storage = self.bucket, self._seats.storage
         if bucket.rows is None:
             return ()
@@ -177,12 +159,12 @@ class Launcher:
         return hidden.view(-1, self.bucket.block_length, hidden.shape[1])[layout.rows.long()].flatten(0, 1)
 
     def _predicted(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens and the probabilities of this rank's rows, on the host."""
+        """Tokens and probabilities of this rank's rows, on the host."""
         found, bp = view_output(output.cpu(), self.bucket, self._step.score.num_columns), self._step.bp
         return found.ids[:, bp.rank :: bp.size], found.max_probs[:, bp.rank :: bp.size]
 
     def seconds(self) -> float:
-        """How long a step of padding rows takes, with few keys."""
+        """Duration of a step of padding rows with few keys."""
         times = []
         for _ in range(3):  # the first writes the inputs
             begin = time.perf_counter()
@@ -195,14 +177,8 @@ class Launcher:
     def launch(
         self, sequences: list[Sequence], views: list[HostView], counts: Counts, probe: Probe
     ) -> Callable[[], Tensor]:
-        """Starts one step of some sequences.
-
-        Args:
-            counts: in a packed bucket, by sequence how many slots may compute each block of its window.
-
-        Returns:
-            A function that waits for the step's output and returns it, int32 [n] on the host.
-        """
+        """Starts a step of some sequences. Returns a function that waits for its output, int32 [n] on the host.
+        ``counts``: in a packed bucket, how many slots may compute each block of a sequence's window."""
         assert self._run is not None
         for group, sent in self._traffic:
             group.ledger.add(sent.purpose, sent.num_bytes, sent.calls)
@@ -211,7 +187,7 @@ class Launcher:
         return self._step.model.ops.read_later(self._run(kv_lengths), self._step.bp.while_waiting)
 
     def _write(self, sequences: list[Sequence], views: list[HostView], counts: Counts = ()) -> list[int]:
-        """Writes the inputs to the device, unless it has them from the last launch; returns the KV length of each
+        """Writes the inputs to the device unless it has them from the last launch; returns the KV length of each
         attention entry."""
         tables = tuple(tuple(map(tuple, sequence.page_tables.by_slot)) for sequence in sequences)
         branch_ends = tuple(tuple(row.end for row in sequence.next_pass.rows) for sequence in sequences)
@@ -231,13 +207,8 @@ class Launcher:
         branch_ends: tuple[tuple[int, ...], ...],
         counts: Counts,
     ) -> list[int]:
-        """Writes the inputs to the device; returns the KV length of each attention entry.
-
-        Args:
-            tables: page ids by sequence and slot.
-            branch_ends: with full attention, the end of the window by sequence and branch.
-            counts: see ``launch``.
-        """
+        """Writes the inputs to the device; returns the KV length of each attention entry. ``tables``: page ids by
+        sequence and slot; ``branch_ends``: with full attention, the end of the window by sequence and branch."""
         bucket = self.bucket
         page_tables = np.full(bucket.shape("sequences slots pages"), -1, dtype=np.int32)
         for row, by_slot in enumerate(tables):
@@ -264,13 +235,8 @@ class Launcher:
     def _kv_lengths(
         self, block_ends: Tensor, branch_ends: tuple[tuple[int, ...], ...], rows: BlockRows | None
     ) -> list[int]:
-        """The KV length of each attention entry.
-
-        Args:
-            block_ends: the ends of the windows' blocks, int64 [S, W].
-            branch_ends: see ``_write_anew``.
-            rows: of a packed bucket.
-        """
+        """The KV length of each attention entry. ``block_ends``: of the windows' blocks, int64 [S, W]; ``branch_ends``:
+        see ``_write_anew``; ``rows``: of a packed bucket."""
         bucket = self.bucket
         if rows is not None:
             kv_lengths = block_ends[rows.sequence, rows.block].numpy()

@@ -1,4 +1,4 @@
-"""The memory of compiled steps: every sequence that graphs decode has a seat for its parameters and its state."""
+"""The memory of compiled steps: each sequence that graphs decode has a seat for its parameters and state."""
 
 from __future__ import annotations
 
@@ -18,31 +18,23 @@ from lopa_ascend.graph.window import max_opened_blocks, num_blocks
 
 @dataclass
 class Seat:
-    """A sequence's place in the memory, and its last launched window. Blocks are generated ones, from 0 on."""
+    """A sequence's place in the memory, and the first block of its last launched window. Generated blocks
+    count from 0."""
 
     index: int
     window_start: int
-    """First block of the window."""
     window_blocks: int
-    """Blocks of the bucket in which the window was launched."""
+    """Blocks of that window's bucket."""
     in_flight: int | None = None
-    """Number of the launch whose result has not been read yet; None if there is none."""
+    """Number of the launch whose result has not been read."""
 
 
 class Seats:
     """``num_seats`` usable seats, then as many padding seats as the largest bucket has sequences.
 
-    Attributes:
-        params: the parameters of all seats, on the host.
-        storage: their states and hidden states, on the device.
-        of: the seats of the sequences that have one.
-        num_taken: how often a sequence has taken a seat, which writes the seat's parameters.
-
-    Args:
-        shape: the engine's largest bucket.
-        mask: token id of the mask.
-        hidden: [0, hidden], with the dtype and the device of hidden states.
-        num_tokens: tokens of the largest step.
+    ``params`` of all seats are on the host, ``storage`` with states and hidden states on the device. ``num_taken``
+    counts how often a seat was taken, which writes its parameters. ``hidden`` [0, hidden] has the dtype and device of
+    hidden states; ``num_tokens`` is the largest step's tokens.
     """
 
     def __init__(self, num_seats: int, shape: Bucket, mask: int, hidden: Tensor, ops: Ops, num_tokens: int) -> None:
@@ -63,7 +55,7 @@ class Seats:
         return len(self._free)
 
     def take(self, sequence: Sequence) -> None:
-        """Gives a sequence a seat, and writes there its parameters and its state before the next step opens blocks."""
+        """Gives a sequence a seat, with its parameters and its state before the next step opens blocks."""
         strategy, window_start = sequence.strategy, num_blocks(sequence.strategy, sequence.num_committed)
         seat = self._free.pop()
         self.of[sequence] = Seat(seat, window_start, self.shape.max_blocks)
@@ -76,7 +68,6 @@ class Seats:
             self.storage.hidden[self.hidden_row(sequence, window_start)].copy_(sequence.last_hidden)
 
     def release(self, sequence: Sequence) -> None:
-        """Frees a sequence's seat, if it has one."""
         if (seat := self.of.pop(sequence, None)) is not None:
             self._free.append(seat.index)
 
@@ -85,7 +76,6 @@ class Seats:
         return self.of[sequence].index * self._rows_per_seat + block % self._rows_per_seat
 
     def host_view(self, sequence: Sequence, window_start: int) -> HostView:
-        """What a launch needs to know of a sequence whose window begins with block ``window_start``."""
         request, seat = sequence.request, self.of[sequence]
         return HostView(
             seat=seat.index,
@@ -101,10 +91,8 @@ class Seats:
         )
 
     def padding_view(self, row: int) -> HostView:
-        """What a launch needs to know of its padding row ``row``."""
         return HostView(self.num_seats + row)
 
 
 def filler_of(strategy: Strategy) -> int:
-    """See ``HostView``."""
     return next(token for token in count() if token != strategy.mask and token not in strategy.ends)

@@ -28,8 +28,6 @@ from lopa_ascend.types import ModelProperties
 
 
 class _Compiled(Protocol):
-    """A launcher."""
-
     @property
     def bucket(self) -> Bucket | PassShape: ...
 
@@ -49,24 +47,21 @@ ESTIMATE = (
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """The graphs that an engine will have, and the compiler that makes them. Nothing is compiled yet."""
+    """An engine's graphs, none compiled yet, and their compiler."""
 
     shape: Bucket
-    """The largest sizes of all steps."""
     steps: tuple[Bucket, ...]
-    """Decode steps, in the order of their cost; none for a causal model."""
+    """Decode steps, cheapest first; none for a causal model."""
     forwards: tuple[PassShape, ...]
-    """Forward passes of a causal model."""
     compiler: Compiler
 
     @property
     def declared(self) -> tuple[Bucket, ...] | tuple[PassShape, ...]:
-        """All buckets."""
         return self.steps or self.forwards
 
     @property
     def num_padding_pages(self) -> int:
-        """Pages that the KV pool needs in addition, for the keys and values of padding rows and cells."""
+        """Pages that the KV pool needs besides, for keys and values of padding rows and cells."""
         return pages_for(max(bucket.writes for bucket in self.declared))
 
     @property
@@ -76,27 +71,15 @@ class GraphPlan:
         return max(math.prod(bucket.shape("all_entries pages")) for bucket in self.declared)
 
     def score_memory(self, vocabulary: int, dtype: torch.dtype, confidence: str, has_kernel: bool) -> int:
-        """Bytes that the scores of the largest step take: its logits and, unless one kernel reads these once, two or
-        three float32 tensors of that size.
-
-        Args:
-            vocabulary: token ids of this rank.
-            dtype: of the logits.
-            confidence: see ``DecodingParams.confidence``.
-            has_kernel: whether there is ``Ops.row_stats``.
-        """
+        """Bytes of the largest step's scores: its logits and, without a kernel that reads these once (``has_kernel``:
+        ``Ops.row_stats``), two or three float32 tensors of that size. ``vocabulary``: token ids of this rank."""
         num_rows = max(bucket.tokens for bucket in self.declared)
         num_tensors = 0 if has_kernel else 3 if confidence == "neg_entropy" else 2
         return num_rows * vocabulary * (dtype.itemsize + num_tensors * torch.float32.itemsize)
 
     def activation_memory(self, model: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
-        """Bytes that an MLP of the largest step takes: gate, up and what SwiGLU makes of them, and hidden states before
-        and after.
-
-        Args:
-            ranks: that split the model.
-            dtype: of the activations.
-        """
+        """Bytes of an MLP in the largest step, on one of ``ranks`` that split the model: gate, up, SwiGLU's result, and
+        hidden states before and after."""
         widths, experts = [model.intermediate_size], model.experts
         if experts is not None:
             widths.append(experts.per_token * experts.inner + experts.shared_inner)
@@ -112,13 +95,8 @@ def plan_graphs(
     max_tokens: int,
     max_queries: int | None = None,
 ) -> GraphPlan:
-    """Chooses the buckets of an engine and loads its compiler.
-
-    Args:
-        identity: what graphs depend on besides the configuration; its ``repr`` tells cached graphs apart.
-        properties: the model's.
-        max_tokens: tokens that a rank computes in a step, at most.
-        max_queries: see ``Ops``.
+    """Chooses the buckets of an engine and loads its compiler. The ``repr`` of ``identity`` tells cached graphs apart,
+    beside the configuration.
 
     Raises:
         GraphError: the graph mode has no room for so many graphs.
@@ -157,11 +135,7 @@ def _largest(config: EngineConfig, properties: ModelProperties, max_model_len: i
 
 
 def _windows(config: EngineConfig, shape: Bucket, max_tokens: int, *, packs: bool) -> tuple[Bucket, ...]:
-    """The buckets of decode steps; see ``buckets.declare``.
-
-    Raises:
-        ParameterError: the largest window has fewer positions than a graph has branches.
-    """
+    """The buckets of decode steps (``buckets.declare``). ParameterError as in ``plan_graphs``."""
     if shape.cells < shape.branches:
         message = (
             f"{shape.blocks} blocks of {shape.block_length} positions are fewer positions than the {shape.branches} "
@@ -189,14 +163,8 @@ def _rows(config: EngineConfig, shape: Bucket, max_tokens: int) -> tuple[PassSha
 def build_executor(
     config: EngineConfig, plan: GraphPlan, model: Model, pool: KVPool, num_token_ids: int, bp: Group
 ) -> GraphExecutor:
-    """Compiles the planned graphs, with a progress bar.
-
-    Args:
-        num_token_ids: token ids from this one on do not exist.
-
-    Raises:
-        GraphError: the device has no room for so many graphs, or computes something else in one.
-    """
+    """Compiles the planned graphs, with a progress bar. Token ids from ``num_token_ids`` on do not exist. GraphError if
+    the device has no room for so many graphs, or computes something else in one."""
     own_ids = range(model.first_token_id, model.first_token_id + model.local_vocab_size)
     mask = model.config.mask_token_id
     graphs = Graphs(
@@ -219,11 +187,7 @@ def build_executor(
 
 
 def build_forwards(plan: GraphPlan, model: Model, pool: KVPool, num_token_ids: int, bp: Group) -> Forwards:
-    """Compiles the planned forward passes, with a progress bar; see ``build_executor``.
-
-    Raises:
-        GraphError: the device has no room for so many graphs, or computes something else in one.
-    """
+    """Compiles the planned forward passes, like ``build_executor``."""
     forwards = Forwards(plan.forwards, plan.compiler, model, pool, bp.size)
     check = _check(plan, model, pool, num_token_ids)
     launchers = _largest_first(forwards.launchers.values())
@@ -234,19 +198,17 @@ def build_forwards(plan: GraphPlan, model: Model, pool: KVPool, num_token_ids: i
 
 
 def _check(plan: GraphPlan, model: Model, pool: KVPool, num_token_ids: int) -> StepCheck | None:
-    """What compares graphs with their steps; None where steps run op by op themselves."""
     is_compiled = plan.compiler.mode != "eager"
     return StepCheck(plan.compiler, model, pool, num_token_ids) if is_compiled else None
 
 
 def _largest_first(launchers: Iterable[L]) -> list[L]:
-    """The order of captures. Graphs of one pool take memory that those before them have left, where it is large enough:
-    in this order the pool grows to what the largest step needs, in the other to the sum."""
+    """The order of captures. Graphs of one pool reuse memory that earlier ones have left, if it is large enough: in
+    this order the pool grows to what the largest step needs, in the other to the sum."""
     return sorted(launchers, key=lambda launcher: launcher.bucket.tokens, reverse=True)
 
 
 def _announced(plan: GraphPlan, launchers: list[L], model: Model) -> Iterable[L]:
-    """What is to be compiled, with a progress bar."""
     compiler, count, num_layers = plan.compiler, len(launchers), model.config.num_layers
     if compiler.warning is not None:
         logger.warning(compiler.warning, count)

@@ -1,7 +1,7 @@
-"""Tensors of declared dtype and shape that lie one after the other in one piece of memory.
+"""Tensors of declared dtype and shape, one after the other in one piece of memory.
 
-A group of tensors is a NamedTuple whose fields carry their declarations, as ``Annotated[Tensor, int32("sequences")]``.
-Dimensions are named after the sizes of a bucket.
+A group is a NamedTuple whose fields carry their declarations, as ``Annotated[Tensor, int32("sequences")]``. Dimensions
+have the names of a bucket's sizes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,13 @@ from torch import Tensor
 
 
 class Sizes(Protocol):
-    """The shapes of a compiled step."""
-
     def shape(self, dims: str) -> tuple[int, ...]:
-        """Sizes of dimensions that are given by names, e.g. "sequences cells"."""
+        """Sizes of named dimensions, e.g. "sequences cells"."""
         ...
 
 
 class Spec(NamedTuple):
-    """The declaration of a tensor."""
-
     dims: str
-    """Names of sizes of a bucket, e.g. "sequences cells"."""
     dtype: torch.dtype
 
 
@@ -45,18 +40,16 @@ def boolean(dims: str) -> Spec:
 
 @cache
 def specs(group: type) -> dict[str, Spec]:
-    """The declarations of the tensors of a group by name."""
     hints = get_type_hints(group, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
 
 
 def num_elements(group: type, bucket: Sizes) -> int:
-    """Elements of all tensors of a group."""
     return sum(math.prod(bucket.shape(spec.dims)) for spec in specs(group).values())
 
 
 def views(memory: Tensor, declared: Iterable[Spec], bucket: Sizes) -> list[Tensor]:
-    """Tensors of 32 bits an element that lie one after the other in ``memory`` int32."""
+    """The declared tensors, of 32 bits an element, one after the other in ``memory`` int32."""
     found = []
     for spec in declared:
         shape = bucket.shape(spec.dims)

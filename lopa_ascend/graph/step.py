@@ -1,7 +1,7 @@
-"""One decode step as one function of tensors: forward pass, scores, winners, fills, and the branches of the next step.
+"""A decode step as one function of tensors: forward pass, scores, winners, fills, and the branches of the next step.
 
-It has fixed shapes and reads nothing on the host. It changes three things in place: keys and values, the packed states
-of the sequences, and the saved hidden states, which predict the first position of a window.
+It has fixed shapes and reads nothing on the host. It changes in place keys and values, the sequences' packed states,
+and the saved hidden states, which predict the first position of a window.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ from lopa_ascend.types import Traffic
 
 
 class DecodeStep:
-    """The step of one bucket on one rank.
-
-    Args:
-        bp: the ranks that evaluate other branches.
-        branch_acceptance: see ``DecodingParams``.
-    """
+    """The step of one bucket on one rank. ``bp``: the ranks that evaluate other branches."""
 
     def __init__(
         self, bucket: Bucket, model: Model, score: GreedyScore, bp: Group, branch_acceptance: str = "published"
@@ -43,15 +38,9 @@ class DecodeStep:
         self._blocks_shape, self._entries_per_row = bucket.shape("sequences slots blocks"), len(bucket.entry_lengths)
 
     def __call__(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int] | Tensor) -> Tensor:
-        """Runs the step; it is what a compiler compiles.
-
-        Args:
-            tensors: see ``tensors.flatten``.
-            kv_lengths: keys that each attention entry sees [A]; see ``Entries``.
-
-        Returns:
-            A ``StepOutput`` as int32, one tensor after the other; see ``tensors.view_output``.
-        """
+        """Runs the step; it is what a compiler compiles. ``tensors``: see ``tensors.flatten``; ``kv_lengths``: keys
+        that each attention entry sees [A]. Returns a ``StepOutput`` as int32, one tensor after the other
+        (``tensors.view_output``)."""
         (launch, params, inputs), constants, storage, _ = self._unflatten(tensors)[0]
         ops = self.model.ops
         rows, layout, hidden = self.hidden(tensors, kv_lengths)
@@ -68,8 +57,8 @@ class DecodeStep:
     def hidden(
         self, tensors: Sequence[Tensor], kv_lengths: Sequence[int] | Tensor
     ) -> tuple[policy.Rows, policy.Layout | None, Tensor]:
-        """The part of the step before the scores: the branches; of a packed bucket, where what is computed; and the
-        hidden states [T, hidden] that predict the cells of the computed tokens."""
+        """The step before the scores: the branches; in a packed bucket, where blocks are computed; and the hidden
+        states [T, hidden] that predict the cells of the computed tokens."""
         ((launch, params, inputs), constants, storage, caches), packing = self._unflatten(tensors)
         state = policy.unpack_state(storage.states, launch, self._max_cells)
         rows = policy.branch_rows(state, launch, params, constants)
@@ -106,15 +95,14 @@ class DecodeStep:
     def _unflatten(
         self, tensors: Sequence[Tensor]
     ) -> tuple[tuple[StepInputs, policy.Constants, Storage, Caches], policy.Packing | None]:
-        """See ``tensors.unflatten``, and the packing of a packed bucket."""
+        """As ``tensors.unflatten``, and the packing of a packed bucket."""
         if self.bucket.rows is None:
             return unflatten(tensors), None
         others, packing = unpacked(tensors)
         return unflatten(others), packing
 
     def _predicted_by(self, inputs: ModelInputs, packing: policy.Packing, layout: policy.Layout) -> Tensor:
-        """``ModelInputs.predicted_by`` of a packed bucket. The block before a block-row's may be computed in another
-        slot."""
+        """``ModelInputs.predicted_by`` of a packed bucket. Another slot may compute the block before a block-row's."""
         S, R, W = self._blocks_shape
         ends = packing.end_rows.index_select(0, layout.rows).view(S, R, W)
         before = torch.cat([packing.rows_before.view(S, 1, 1).expand(S, R, 1), ends[..., :-1]], 2)
@@ -123,17 +111,14 @@ class DecodeStep:
         return torch.cat([first[:, None], others], 1).view(-1)
 
     def _block_ends(self, inputs: ModelInputs, winner: Tensor) -> Tensor:
-        """Rows of ``Storage.hidden`` with the hidden states at the ends of blocks in the winner's slot, int [S * W].
-        With full attention there is one branch-parallel group, so a branch's slot has the branch's number."""
+        """Rows of ``Storage.hidden`` at the ends of blocks in the winner's slot, int [S * W]. With full attention there
+        is one branch-parallel group, so a branch and its slot have the same number."""
         return (inputs.block_ends + winner.int()[:, None] * self._cells).view(-1)
 
     def _gather(self, scored: Sequence[Tensor]) -> tuple[policy.Predicted, list[Tensor]]:
-        """The predictions of all branch-parallel groups [S, B, C], and the tensors that they lie in, as int32.
-        Branch i has slot i div size of group i mod size.
-
-        Args:
-            scored: this group's token ids, probabilities and, if they differ from these, confidences [S, R, C].
-        """
+        """The predictions of all branch-parallel groups [S, B, C], and the tensors that they lie in, as int32. Branch i
+        has slot i div size of group i mod size. ``scored``: this group's token ids, probabilities and, if they differ
+        from these, confidences [S, R, C]."""
         ids, *others = scored
         whole = float_bits(scored)
         if self.bp.size > 1:
@@ -146,7 +131,7 @@ class DecodeStep:
         return policy.Predicted(ids, others[0], others[-1]), whole
 
     def traffic(self) -> list[tuple[Group, Traffic]]:
-        """What a launch sends, by the group that it goes to."""
+        """What a launch sends, with the receiving group."""
         num_computed = self.bucket.tokens
         sent = [*self.model.traffic(num_computed), *self.score.traffic(num_computed)]
         by_group = [(self.model.tp, traffic) for traffic in sent]

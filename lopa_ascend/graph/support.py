@@ -10,14 +10,8 @@ from lopa_ascend.graph.buckets import MAX_EOS, Bucket
 
 
 def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, compiled: GraphParams) -> str | None:
-    """The field of a request that no graph of this shape supports; None if graphs can decode the request.
-
-    Which values graphs support is declared with each field of ``DecodingParams``.
-
-    Args:
-        num_ends: token ids that end the request.
-        compiled: what the graphs are compiled for.
-    """
+    """The field of a request that no graph of this shape supports; None if graphs can decode the request. Each field of
+    ``DecodingParams`` declares which values graphs support. ``num_ends``: token ids that end the request."""
     sizes: dict[str, tuple[float, int]] = {  # (what the request needs, what the graphs hold)
         # A graph computes the number of its branches itself; the host cannot choose it.
         "num_branches": (math.inf if request.is_auto else 1 + request.lookaheads, shape.branches),
@@ -39,7 +33,7 @@ def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, compiled:
 
 
 def _decodes(compiled: GraphParams, request: DecodingParams, name: str) -> bool:
-    """Whether graphs decode what a request has in its field ``name``, which is compiled into all of them."""
+    """Whether graphs decode the value of a field that is compiled into all of them."""
     if name == "branch_acceptance" and not request.lookaheads:
         return True  # the anchor wins
     return bool(getattr(request, name) == getattr(compiled, name))
@@ -47,13 +41,8 @@ def _decodes(compiled: GraphParams, request: DecodingParams, name: str) -> bool:
 
 def with_fixed_branches(request: DecodingParams, num_ends: int, shape: Bucket, compiled: GraphParams) -> DecodingParams:
     """Gives a request with ``num_branches`` "auto" a fixed number of lookahead branches, so that graphs can decode it.
-
-    Only with ``branch_acceptance`` "exact", where the number of branches does not change the tokens, and only if graphs
-    can decode the result. Any other request is returned as it is.
-
-    Args:
-        num_ends: token ids that end the request.
-    """
+    Only with ``branch_acceptance`` "exact", which makes the tokens independent of the number of branches, and only if
+    graphs can decode the result. Any other request is returned as it is."""
     max_lookaheads = shape.branches - 1
     is_exact = request.branch_acceptance == compiled.branch_acceptance == "exact"
     if not (request.is_auto and is_exact and max_lookaheads):

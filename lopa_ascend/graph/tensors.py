@@ -1,7 +1,7 @@
 """The tensors of a compiled step: what the host writes, what outlives a step, and what a step returns.
 
-Sizes, views into one piece of memory, and the flat list of arguments that a compiler wants are derived from the
-declarations here and in ``policy/rows.py``.
+Sizes, views into one piece of memory, and the flat list of a compiler's arguments are derived from the declarations
+here and in ``policy/rows.py``.
 """
 
 from __future__ import annotations
@@ -19,48 +19,43 @@ from lopa_ascend.graph.spec import float32, int32, num_elements, specs, views
 
 
 class ModelInputs(NamedTuple):
-    """What the model needs to know about one step."""
-
     positions: Annotated[Tensor, int32("tokens")]
-    """Position of each token in its sequence."""
     hidden_rows: Annotated[Tensor, int32("tokens")]
-    """Row of ``Storage.hidden`` that each token's hidden state goes to. In slot 0 the last position of each block goes
-    to a row of the seat, which later steps read; all other tokens go to rows of this step alone. In a bucket with full
-    attention all tokens do, and the states at the winner's block ends are copied to the seat afterwards
-    (``save_rows``)."""
+    """Row of ``Storage.hidden`` that each token's hidden state goes to. In slot 0 a block's last position goes to a row
+    of the seat, which later steps read; all other tokens go to rows of this step alone. With full attention all tokens
+    do, and the states at the winner's block ends are copied to the seat afterwards (``save_rows``)."""
     predicted_by: Annotated[Tensor, int32("tokens")]
-    """Row of ``Storage.hidden`` that predicts each token's cell. In a packed bucket, what a shift of the logits says of
-    the first cells of blocks has no meaning: which slot computes the block before is known on the device alone."""
+    """Row of ``Storage.hidden`` that predicts each token's cell. In a packed bucket with shifted logits, the first
+    cells of blocks have no meaning: only the device knows which slot computes the block before."""
     block_ends: Annotated[Tensor, int32("sequences blocks")]
-    """With full attention, rows of ``Storage.hidden`` with the hidden states at the ends of blocks, in slot 0."""
+    """With full attention, rows of ``Storage.hidden`` at the ends of blocks in slot 0."""
     save_rows: Annotated[Tensor, int32("sequences blocks")]
-    """With full attention, rows of ``Storage.hidden`` to which the hidden states at the ends of blocks in the winner's
-    slot are copied, for later steps."""
+    """With full attention, rows of ``Storage.hidden`` to which the states at the winner's block ends are copied, for
+    later steps."""
     page_tables: Annotated[Tensor, int32("tables pages")]
     """Page ids of each attention entry, in a packed bucket of each slot."""
 
 
 StepInputs = tuple[Launch, RequestParams, ModelInputs]
-"""Everything that the host writes for each step, but for the KV lengths of the attention entries."""
+"""What the host writes for each step, but for the KV lengths of attention entries."""
 
 
 class Storage(NamedTuple):
     """What outlives a step."""
 
     states: Tensor
-    """Packed states [seats, state size], see ``policy.State``; float32 with the bits of int32."""
+    """Packed states [seats, state size] (``policy.State``); float32 with the bits of int32."""
     hidden: Tensor
-    """[seats * (1 + M) + tokens, hidden], with M blocks of the largest window. Each seat has 1 + M rows for the hidden
-    states at the ends of blocks; block b has row (b + 1) mod (1 + M). So there is a row for each block of a window of M
-    blocks, and for the block before, whose state predicts the window's first position. The last rows are for the tokens
-    of the step that runs."""
+    """[seats * (1 + M) + tokens, hidden], with M blocks of the largest window. Each seat has 1 + M rows for hidden
+    states at the ends of blocks; block b has row (b + 1) mod (1 + M). So there is a row for each block of a window, and
+    for the block before, whose state predicts the window's first position. The last rows are for the tokens of the
+    running step."""
 
 
 class StepOutput(NamedTuple):
     """What a step tells the host, in one int32 tensor."""
 
     winners: Annotated[Tensor, int32("sequences")]
-    """The branch that has won."""
     tokens: Annotated[Tensor, int32("sequences cells")]
     """Token ids of the anchor's window after the step."""
     ids: Annotated[Tensor, int32("sequences branches cells")]
@@ -82,8 +77,7 @@ def input_size(bucket: Bucket) -> int:
 
 
 def view_packing(memory: Tensor, bucket: Bucket) -> Packing | None:
-    """The packing of a packed bucket, in the last of the first ``input_size`` elements of ``memory`` int32; None if the
-    bucket is full."""
+    """The packing, in the last of the first ``input_size`` elements of ``memory`` int32; None in a full bucket."""
     if bucket.rows is None:
         return None
     end = input_size(bucket)
@@ -102,11 +96,8 @@ def view_inputs(memory: Tensor, bucket: Bucket) -> StepInputs:
 
 
 def view_output(memory: Tensor, bucket: Bucket, num_columns: int) -> StepOutput:
-    """The output of a step in ``memory`` int32 [n], which the step returned.
-
-    Args:
-        num_columns: tensors of predictions: 2 if the confidences are the probabilities, otherwise 3.
-    """
+    """The output of a step in ``memory`` int32 [n]. ``num_columns``: tensors of predictions, 2 if the confidences are
+    the probabilities, otherwise 3."""
     winners, tokens, ids, max_probs, *others = views(
         memory, list(specs(StepOutput).values())[: 2 + num_columns], bucket
     )
@@ -116,13 +107,13 @@ def view_output(memory: Tensor, bucket: Bucket, num_columns: int) -> StepOutput:
 def flatten(
     inputs: StepInputs, constants: Constants, storage: Storage, caches: Caches, packing: Packing | None = None
 ) -> list[Tensor]:
-    """The arguments of a compiled step in one list. A step is compiled for the shapes of all of them."""
+    """A compiled step's arguments in one list. The step is compiled for their shapes."""
     launch, params, model = inputs
     return [*launch, *params, *model, *constants, *storage, *caches[0], *caches[1], *(packing or ())]
 
 
 def unpacked(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Packing]:
-    """The arguments of a packed step: those of any step, and the packing."""
+    """A packed step's arguments: those of any step, and the packing."""
     count = len(Packing._fields)
     return tensors[:-count], Packing(*tensors[-count:])
 

@@ -1,7 +1,5 @@
 """The window of a sequence in a compiled step: which generated blocks it must hold, and where positions lie in it.
-
-Blocks are numbered from 0 at the sequence's origin, see ``ModelProperties.origin``.
-"""
+Blocks are numbered from 0 at the sequence's origin (``ModelProperties.origin``)."""
 
 from __future__ import annotations
 
@@ -13,12 +11,9 @@ from lopa_ascend.decode.strategy import Strategy
 
 
 def next_window(sequence: Sequence, *, in_flight: bool) -> range:
-    """The smallest safe window of the next step: the blocks that it must be able to hold, at least one.
-
-    Args:
-        in_flight: a step has been launched and not been read. Its plan is known, but not its winner: the branch with
-            most blocks counts, and may open another one.
-    """
+    """The smallest safe window of the next step: the blocks that it must be able to hold, at least one. ``in_flight``:
+    a launched step has not been read. Its plan is known, but not its winner: the branch with most blocks counts, and
+    may open another one."""
     strategy, plan = sequence.strategy, sequence.next_pass
     start = num_blocks(strategy, plan.start + plan.num_new if in_flight else plan.start)
     num_opened = max(num_blocks(strategy, row.end) for row in plan.rows)
@@ -26,16 +21,12 @@ def next_window(sequence: Sequence, *, in_flight: bool) -> range:
 
 
 def block_rows(sequence: Sequence, window: range, *, in_flight: bool, slots: int, num_groups: int) -> tuple[int, ...]:
-    """For each block of the next step's window how many slots may have to compute it; see ``policy/packed.py``.
+    """For each block of the next step's window (``next_window``), how many of a sequence's ``slots`` on a rank may have
+    to compute it; see ``policy/packed.py``.
 
-    While a step is in flight it is not known which masks the lookahead branches of the next one will fill. But each of
-    them fills another mask, and the block of one, or an earlier block, has at most the masks that the anchor has there
-    now, less the one that the step in flight fills at least.
-
-    Args:
-        window: what ``next_window`` gave.
-        slots: of a sequence on one rank.
-        num_groups: branch-parallel groups.
+    While a step is in flight it is unknown which masks the next lookahead branches will fill. But each fills another
+    mask, so up to each block they are at most the anchor's masks there now, less the one that the step in flight fills
+    at least.
     """
     if num_groups > 1:
         return (slots,) * len(window)
@@ -52,7 +43,6 @@ def block_rows(sequence: Sequence, window: range, *, in_flight: bool, slots: int
 
 
 def end_of_blocks(sequence: Sequence, count: int) -> int:
-    """The position after the first ``count`` generated blocks."""
     request = sequence.request
     return min(request.origin + count * request.params.block_size, request.limit)
 
@@ -60,7 +50,7 @@ def end_of_blocks(sequence: Sequence, count: int) -> int:
 def cells_of(
     sequence: Sequence, window_start: int, block_length: int, positions: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The cells of some positions, counted from the start of a window."""
+    """Cells of some positions, counted from the start of a window."""
     block, offset = np.divmod(positions - sequence.request.origin, sequence.request.params.block_size)
     cells: NDArray[np.int64] = (block - window_start) * block_length + offset
     return cells
@@ -72,7 +62,7 @@ def num_blocks(strategy: Strategy, num_positions: int) -> int:
 
 
 def max_opened_blocks(strategy: Strategy) -> int:
-    """The most generated blocks that a sequence may have opened. Once an EOS has been filled no more are opened."""
+    """The most generated blocks that a sequence may have opened. No more open once an EOS has been filled."""
     anchor = strategy.branches[-1]
     if anchor.eos:
         return len(anchor.blocks) - 1

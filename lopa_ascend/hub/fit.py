@@ -14,14 +14,14 @@ from lopa_ascend.backend import find_device
 from lopa_ascend.config import ConfigError, EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.config.files import read_json_object
 from lopa_ascend.config.int4_files import int4_description
-from lopa_ascend.config.int8_files import (
+from lopa_ascend.config.kinds import format_size
+from lopa_ascend.config.quantized_files import (
     CONFIG_FIELD,
     fp8_format,
     has_fp8_weights,
     modelslim_descriptions,
     uses_compressed_tensors,
 )
-from lopa_ascend.config.kinds import format_size
 from lopa_ascend.families import Family, read_config, with_name
 from lopa_ascend.families.table import sizes_of
 from lopa_ascend.kv.pages import page_bytes, pages_for

@@ -19,8 +19,8 @@ from lopa_ascend.backend.memory import causes
 from lopa_ascend.config import ConfigError, ParameterError
 from lopa_ascend.config.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, SINGLE_FILE, read_json_object, shown
 from lopa_ascend.config.int4_files import OWN_FILES
-from lopa_ascend.config.int8_files import DESCRIPTION, MODELSLIM_WEIGHTS
 from lopa_ascend.config.kinds import format_size
+from lopa_ascend.config.quantized_files import DESCRIPTION, MODELSLIM_WEIGHTS
 from lopa_ascend.families import FAMILIES
 from lopa_ascend.hub import Name
 

@@ -1,1 +1,1 @@
-"""The forward pass of families in the fused ops of a backend, and what a model in plain torch must look like."""
+"""The forward pass of families in a backend's fused ops, and what a model in plain torch must look like."""

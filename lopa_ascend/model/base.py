@@ -17,31 +17,28 @@ from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.types import ModelProperties, Traffic
 
 Caches = Tensor | Sequence[Tensor]
-"""Keys, or values, of all layers: one tensor [layers, pages, 128, kv_heads, head_dim], or one tensor for each layer."""
+"""Keys, or values, of all layers: one tensor [layers, pages, 128, kv_heads, head_dim], or one for each layer."""
 
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """The batch of one forward pass: T tokens of all rows of all sequences, one after the other."""
+    """A forward pass over T tokens: all rows of all sequences, one after the other."""
 
     tokens: Tensor
-    """Token ids, int64 or int32 [T]."""
+    """Ids, int64 or int32 [T]."""
     positions: Tensor
-    """Positions in their sequences, int64 or int32 [T]."""
+    """In their sequences, int64 or int32 [T]."""
     slot_mapping: Tensor
-    """Flat cache positions (page * 128 + offset) that are written, int64 or int32 [W]. They are distinct."""
+    """Distinct flat cache positions to write (page * 128 + offset), int64 or int32 [W]."""
     source: Tensor | None
-    """For each entry of ``slot_mapping`` the token whose keys and values go there, int64 [W]; None: token i goes to
-    ``slot_mapping[i]``."""
+    """The token that each of them takes, int64 [W]; None: token i goes to ``slot_mapping[i]``."""
     entries: Entries
-    """Who attends to what."""
     rows: Tensor | None
-    """Indices of the tokens whose hidden states are returned, int64 [R]; None: all."""
+    """Tokens whose hidden states are returned, int64 [R]; None: all."""
     num_drafts: int = 0
-    """The first so many tokens draft: weights compute them that a model may have for drafts alone."""
+    """The first so many tokens draft; a model may have weights for drafts alone."""
 
     def to(self, device: torch.device) -> ForwardInputs:
-        """The same on a device."""
         tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         entries = replace(self.entries, page_tables=self.entries.page_tables.to(device))
         return replace(self, entries=entries, **tensors)
@@ -52,15 +49,13 @@ class Model(Protocol):
 
     properties: ModelProperties
     config: ModelConfig
-    """The configuration of the whole model, not of the rank's part."""
+    """Of the whole model, not of the rank's part."""
     ops: Ops
     tp: Group
     head: Tensor
     """Weight of the LM head. Its dtype is that of hidden states, keys and values."""
     first_token_id: int
-    """First token id of this rank's part of the vocabulary."""
     local_vocab_size: int
-    """Token ids in this rank's part of the vocabulary."""
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -91,15 +86,10 @@ def settle(model: Model) -> str:
 
 
 class SplitModel(Model, Protocol):
-    """A model that is written in fused ops, which ranks can split.
+    """A model in fused ops, which ranks can split. ``config`` is the whole model's.
 
-    Args:
-        family: the model's.
-        config: the whole model's.
-        weights: this rank's weights, by our names in the table of the family. They are taken out of the mapping,
-            so that none is in memory twice when ``ops`` converts them.
-        tp: the ranks that split each forward pass.
-        num_positions: positions that a sequence may have; None: all that the model allows.
+    ``weights`` are this rank's, by our names in the family's table. They are taken out of the mapping, so that none is
+    in memory twice when ``ops`` converts them. A sequence may have ``num_positions``; None: all that the model allows.
     """
 
     family: Family

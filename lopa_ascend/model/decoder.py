@@ -1,9 +1,9 @@
 """A decoder like Qwen2 or Qwen3 in fused ops: the forward pass that all built-in families share.
 
-A family lists its weights; which of them there are decides what a layer computes: biases, norms of queries and keys, or
-experts in place of the MLP, beside one that all tokens take. Any of the linear layers of a layer may be int8 or fp8;
-it then has a ``weight_scale`` of each output beside its ``weight``, and its activations are quantised when it runs.
-An int4 one has a scale of each output and group of inputs, and perhaps a ``weight_zero``; its activations are int8 too.
+A family's weights decide what a layer computes: biases, norms of queries and keys, or experts in place of the MLP,
+beside one that all tokens take. Any linear layer of a layer may be int8 or fp8; it then has a ``weight_scale`` of each
+output beside its ``weight``, and its activations are quantised when it runs. An int4 one has a scale of each output and
+group of inputs, and perhaps a ``weight_zero``; its activations are int8 too.
 
 Under tensor parallelism a rank holds its heads of qkv, the matching columns of o, its part of the MLP, and its part of
 the LM head, padded to the same size on every rank. The ranks sum twice a layer, after o and after down. Each holds the
@@ -41,7 +41,7 @@ Rows = Tensor | tuple[Tensor, Tensor]
 
 
 class Decoder:
-    """One rank's part of a model; see ``model.base.SplitModel``."""
+    """See ``model.base.SplitModel``."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Decoder:
         return self.ops.packed(self.ops.stored(weight))
 
     def _stored_int4(self, name: str, own: dict[str, Tensor]) -> Int4Weight:
-        """An int4 weight in the form in which the ops read it, which takes the places of its tensors."""
+        """An int4 weight in the form in which the ops read it, which replaces its tensors."""
         stored = self.ops.stored_int4(Int4Weight(own[name], own[name + SCALE], own.get(name + ZERO)))
         own |= {name: stored.codes, name + SCALE: stored.scale}
         if stored.zero is not None:
@@ -108,9 +108,9 @@ class Decoder:
         return stored
 
     def _with_halves(self, name: str, weight: Tensor) -> Tensor:
-        """A tensor of a layer with rows in the order of ``Ops.rope``: it rotates the pairs (x[i], x[i + head_dim / 2]),
-        and if only the first elements of a head are rotated, their pairs lie nearer together in the checkpoint. The
-        products of queries and keys do not depend on the order of the elements of both."""
+        """A tensor of a layer with rows in the order of ``Ops.rope``, which rotates the pairs (x[i],
+        x[i + head_dim / 2]). If only the first elements of a head are rotated, their pairs lie nearer together in the
+        checkpoint. Products of queries and keys do not depend on the order of the elements of both."""
         dim, rotary = self.config.head_dim, self.config.rotary_dim
         part = name.split(".")[-2]
         if rotary == dim or part not in ("qkv", "q_norm", "k_norm"):
@@ -124,7 +124,7 @@ class Decoder:
         return torch.cat([heads[:num_rotated, order], heads[num_rotated:]]).flatten(0, 1)
 
     def _stored_experts(self, layer: str, sizes: ExpertsConfig, own: dict[str, Tensor]) -> Experts:
-        """The experts of a layer in the form in which the ops read them, which take the places of their tensors."""
+        """A layer's experts in the form in which the ops read them, which replace their tensors."""
         names = {field: layer + name for field, name in EXPERTS.items() if layer + name in own}
         stored = self.ops.stored_experts(Experts(sizes, **{field: own.pop(name) for field, name in names.items()}))
         own |= {name: getattr(stored, field) for field, name in names.items()}
@@ -165,7 +165,6 @@ class Decoder:
         return tables / self._rope_unit
 
     def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
-        """See ``Model.forward``."""
         c, ops = self.config, self.ops
         num_drafts = inputs.num_drafts if self._has_draft_weights else 0
         cos, sin = self._rope_tables.index_select(1, inputs.positions).unbind()
@@ -202,7 +201,7 @@ class Decoder:
         inputs: ForwardInputs,
         caches: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Queries [T, H, head_dim] of a layer with their positions in them. Its keys and values are written."""
+        """Queries [T, H, head_dim] of a layer, rotated. Its keys and values are written."""
         ops, eps = self.ops, self.config.rms_norm_eps
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         qkv = self._linear_of_views(x, layer + "qkv", num_drafts).view(-1, sum(heads), self.config.head_dim)
@@ -224,7 +223,6 @@ class Decoder:
         return queries
 
     def _attention_output(self, attended: Tensor, layer: str, num_drafts: int) -> Tensor:
-        """This rank's part of what attention adds."""
         out = self._linear_of_views(attended, layer + "o", num_drafts)
         if num_drafts and layer + f"o{LORA_A}.weight" in self.weights:
             low = self._linear(attended[:num_drafts], layer + "o" + LORA_A)
@@ -232,7 +230,7 @@ class Decoder:
         return out
 
     def _linear_of_views(self, x: Rows, name: str, num_drafts: int) -> Tensor:
-        """A linear layer of this rank, with the weights of drafts, if it has any, for those."""
+        """A linear layer of this rank, with weights for drafts if it has any."""
         num_rows = len(x if isinstance(x, Tensor) else x[0])
         parts = [
             self._linear(x[rows] if isinstance(x, Tensor) else (x[0][rows], x[1][rows]), name + end)
@@ -241,14 +239,14 @@ class Decoder:
         return _joined(parts)
 
     def _views(self, num_rows: int, name: str, num_drafts: int) -> list[tuple[slice, str]]:
-        """The rows that the same weights compute, of which there are some, and the ending of these weights' names."""
+        """(rows, ending of their weights' names): the rows that the same weights compute, none of them empty."""
         if not num_drafts or f"{name}{DRAFTS}.weight" not in self.weights:
             return [(slice(None), "")]
         views = [(slice(num_drafts), DRAFTS), (slice(num_drafts, None), "")]
         return views[: 1 + (num_rows > num_drafts)]
 
     def _mlp(self, x: Rows, layer: str) -> Tensor:
-        """This rank's part of the MLP of a layer, or of its experts and of the MLP that all tokens take."""
+        """This rank's part of a layer's MLP, or of its experts and of the MLP that all tokens take."""
         experts = self._experts.get(layer)
         if experts is None:
             return self._linear(self._gated(x, layer + "gate_up", reader=layer + "down"), layer + "down")
@@ -282,11 +280,10 @@ class Decoder:
         return self.ops.quant_swiglu(*rows, weight, scale, self.head.dtype)
 
     def _takes_codes(self, name: str) -> bool:
-        """Whether a linear layer takes quantised activations."""
         return name + ".weight_scale" in self.weights
 
     def _linear(self, x: Rows, name: str) -> Tensor:
-        """A linear layer of this rank; if it is quantised, its activations were quantised before or are here."""
+        """A linear layer of this rank. If it is quantised, activations that are not yet codes are quantised here."""
         weight, bias = self.weights[name + ".weight"], self.weights.get(name + ".bias")
         weight_scale = self.weights.get(name + ".weight_scale")
         if weight_scale is None:
@@ -299,11 +296,9 @@ class Decoder:
         return self.ops.quant_linear(codes, scale, weight, weight_scale, bias, self.head.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``Model.logits``."""
         return self.ops.linear(hidden, self.head)[:, : self.local_vocab_size]
 
     def traffic(self, num_computed: int) -> tuple[Traffic, ...]:
-        """See ``Model.traffic``."""
         if self.tp.size == 1:
             return ()
         size = num_computed * self.config.hidden_size * self.head.dtype.itemsize
@@ -324,10 +319,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def tied_head(embed: Tensor, tp: Group, shard: int) -> Tensor:
-    """This rank's rows of an LM head that is the embedding [vocab, hidden]; rows beyond the vocabulary are 0.
-
-    Args:
-        shard: rows on each rank.
-    """
+    """This rank's ``shard`` rows of an LM head that is the embedding [vocab, hidden]; rows beyond the
+    vocabulary are 0."""
     own = embed[tp.rank * shard : (tp.rank + 1) * shard]
     return own if len(own) == shard else torch.cat([own, own.new_zeros(shard - len(own), own.shape[1])])

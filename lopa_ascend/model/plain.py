@@ -1,4 +1,4 @@
-"""Models in plain torch: what a module must have so that the engine can run it, and what its checkpoint must hold."""
+"""Models in plain torch: what the engine needs of a module, and what its checkpoint must hold."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ModelError(ValueError):
 
 
 class PlainModel(Protocol):
-    """An ``nn.Module`` with these members. Its parameters and persistent buffers have the names that they have in the
-    checkpoint; its other buffers are computed in the constructor."""
+    """An ``nn.Module`` with these members. Its parameters and persistent buffers have their names in the checkpoint;
+    its other buffers are computed in the constructor."""
 
     lm_head: nn.Linear
     """[hidden_size] -> [vocab_size]; applied by the engine, to some of the tokens."""
@@ -37,19 +37,16 @@ class PlainModel(Protocol):
         """Final normed hidden states [T, hidden_size].
 
         Args:
-            tokens: token ids of all rows of all sequences, one after the other, int32 or int64 [T].
-            positions: their positions in their sequences, int32 or int64 [T].
+            tokens: ids of all rows of all sequences, one after the other, int32 or int64 [T].
+            positions: in their sequences, int32 or int64 [T].
             attend: the engine's attention; the only place where one token depends on another.
         """
         ...
 
 
 def build_module(build: Build, config: ModelConfig) -> nn.Module:
-    """The module of a plain model, with parameters on the meta device: they take no memory.
-
-    Raises:
-        ModelError: it is no module, or has no head that fits.
-    """
+    """The module of a plain model, with parameters on the meta device, without memory. ModelError if it is no module,
+    or has no head that fits."""
     with _meta_parameters(DTYPES[config.dtype]):
         module = build(config)
     name = config.model_type
@@ -67,8 +64,8 @@ def build_module(build: Build, config: ModelConfig) -> nn.Module:
 
 
 def tensors_of(module: nn.Module) -> Tensors:
-    """The tensors that the checkpoint of a plain model must hold: its parameters and persistent buffers. A parameter
-    that is in several places has the name of the first one, and the others may be missing."""
+    """The tensors that the checkpoint of a plain model must hold: its parameters and persistent buffers. A parameter in
+    several places has the first one's name, and the others may be missing."""
     specs: dict[str, TensorSpec] = {}
     linears = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     copies: dict[str, str] = {}
@@ -85,7 +82,7 @@ def tensors_of(module: nn.Module) -> Tensors:
 
 @contextmanager
 def _meta_parameters(dtype: torch.dtype) -> Iterator[None]:
-    """Gives every parameter that is made inside the ``with`` this dtype and no memory: torch's layers would fill it at
+    """Gives parameters that are made inside the ``with`` this dtype and no memory: torch's layers would fill it at
     random, which takes minutes and twice the model's size. Buffers stay as the module makes them."""
     moved = WeakIdKeyDictionary()  # a parameter in several places stays one
 

@@ -1,4 +1,4 @@
-"""The models that the engine runs: those of families, and those in plain torch (``model/plain.py``).
+"""The models that the engine runs: families, and models in plain torch (``model/plain.py``).
 
 The latter are registered as families are: in this process by `register_model`; in every process, so also in those of a
 server and of several ranks, by an entry point of an installed package, with the ``model_type`` as its name.
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
     from lopa_ascend.model.plain import Build
 
 GROUP = "lopa_ascend.models"
-"""The group of entry points."""
 _registered: dict[str, Build] = {}
 
 
 def register_model(model_type: str, build: Build) -> None:
-    """Makes the engines of this process run a model that is written in plain torch.
+    """Makes the engines of this process run a model in plain torch.
 
     Args:
         model_type: as config.json of its checkpoints names it.
-        build: gives the module for the config of a checkpoint; see ``model/plain.py`` for what the module must have.
+        build: gives the module for the config of a checkpoint; ``model/plain.py`` says what the module must have.
 
     Raises:
         ValueError: the name is taken.
@@ -47,10 +46,7 @@ def known_models() -> tuple[str, ...]:
 
 def find_model(config: Mapping[str, Any]) -> Family | None:
     """The family of the model that a config.json describes; None: it is in plain torch, and `find_plain` has it.
-
-    Raises:
-        ValueError: this process knows no such model, or its family cannot be loaded.
-    """
+    ValueError if this process knows no such model, or its family cannot be loaded."""
     family, model_type = family_in(config), config.get("model_type")
     if family is None and model_type not in known_models():
         raise ValueError(
@@ -62,11 +58,7 @@ def find_model(config: Mapping[str, Any]) -> Family | None:
 
 
 def find_decoder(family: Family) -> type[SplitModel]:
-    """The class of a family's forward pass.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """The class of a family's forward pass. ConfigError if it cannot be imported."""
     try:
         found: type[SplitModel] = resolve_name(family.decoder)
     except (ImportError, AttributeError, ValueError) as error:
@@ -75,11 +67,7 @@ def find_decoder(family: Family) -> type[SplitModel]:
 
 
 def find_plain(model_type: str) -> Build:
-    """How to build the module of a model in plain torch.
-
-    Raises:
-        ValueError: its entry point cannot be loaded.
-    """
+    """How to build the module of a model in plain torch. ValueError if its entry point cannot be loaded."""
     if model_type in _registered:
         return _registered[model_type]
     point = _installed()[model_type]

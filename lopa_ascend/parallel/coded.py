@@ -1,5 +1,4 @@
-"""Whether the exchanges of a group of ranks give what they must: ranks exchange values that tell who sent them, and
-whose sum is known exactly."""
+"""Tests the exchanges of a group: each rank sends values that identify it, and the sum is known exactly."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from lopa_ascend.parallel.collectives import CapturedGroup, Group
 EXACT = 256
 """Integers up to this one are exact in every dtype of sums."""
 STEP = 5
-"""How far the values of a rank are shifted against those of the rank before."""
+"""Shift of a rank's values against those of the rank before."""
 COLUMNS = 4
 """Values of a row that ranks gather."""
 PURPOSE = "start"
@@ -28,16 +27,10 @@ class ExchangeError(ValueError):
 def wrong_exchange(
     group: Group, name: str, num_rows: int, like: Tensor, width: int, replayed: Replayed | None
 ) -> str | None:
-    """What a group's sum, or its gather, gives wrongly; None if nothing. All ranks of the group must call it.
+    """What a group's sum or gather of ``num_rows`` rows gets wrong; None if nothing. All ranks of the group must call
+    it.
 
-    Args:
-        name: of the group, for messages.
-        num_rows: rows of ``width`` values that are summed.
-        like: has the dtype of sums, and lies on the device.
-        replayed: computes a function in a captured graph; None: there are no graphs.
-
-    Raises:
-        RankError: another rank does not take part.
+    ``like`` has the dtype and device of sums; ``replayed`` computes a function in a captured graph, if there are any.
     """
     if group.size == 1:
         return None
@@ -45,7 +38,6 @@ def wrong_exchange(
     by_rank = (torch.arange(values) + STEP * torch.arange(group.size)[:, None]) % values
 
     def rows(pattern: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
-        """[num_rows, columns] with the values of the pattern in turn."""
         size = num_rows * columns
         return pattern.to(like.device, dtype).repeat(size // len(pattern) + 1)[:size].view(num_rows, columns)
 

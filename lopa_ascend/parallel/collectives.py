@@ -1,9 +1,7 @@
-"""The collectives between ranks. The bytes that they send are counted by purpose.
+"""Collectives between ranks, with a count of the bytes sent for each purpose. In a group of one rank they do nothing.
 
-In a group of one rank the collectives send and count nothing, so callers need not treat it as a special case.
-
-``all_reduce`` and ``all_gather`` can be part of a compiled graph. There they are functional collectives, which do not
-count anything; the launcher of the graph adds the graph's traffic to the ledger.
+``all_reduce`` and ``all_gather`` can be part of a compiled graph. There they are functional collectives and count
+nothing; the launcher of the graph adds the graph's traffic to the ledger.
 """
 
 from __future__ import annotations
@@ -36,19 +34,16 @@ class Ledger:
         self._num_bytes: dict[str, int] = {}
 
     def add(self, purpose: str, num_bytes: int, calls: int = 1) -> None:
-        """Adds collectives that together have sent ``num_bytes`` bytes."""
         self._calls[purpose] = self._calls.get(purpose, 0) + calls
         self._num_bytes[purpose] = self._num_bytes.get(purpose, 0) + num_bytes
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Counts nothing inside the ``with``."""
         calls, num_bytes = dict(self._calls), dict(self._num_bytes)
         yield
         self._calls, self._num_bytes = calls, num_bytes
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """The totals since the start, sorted by purpose."""
         return tuple(
             Traffic(purpose, calls, self._num_bytes[purpose]) for purpose, calls in sorted(self._calls.items())
         )
@@ -56,27 +51,22 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that make the same collectives in the same order. By default a group of this rank alone.
-
-    Every method may raise RankError if another rank of the group does not take part.
-    """
+    """Ranks that make the same collectives in the same order; by default this rank alone. Every method may raise
+    RankError."""
 
     rank: int = 0
-    """This rank's number in the group."""
     size: int = 1
-    """Number of ranks in the group."""
     process_group: dist.ProcessGroup | None = None
-    """The group in torch.distributed; None in a group of one."""
+    """None in a group of one."""
     ledger: Ledger = field(default_factory=Ledger)
-    """Counts what this rank sends."""
     explain: Callable[[], str | None] = lambda: None
-    """Says which rank made a collective fail; None if that is not known. For the message of RankError."""
+    """Names the rank that made a collective fail, for RankError's message; None if unknown."""
     while_waiting: Callable[[float], None] = lambda seconds: None
-    """To be called while the host waits for its device, where collectives wait for other ranks, with the seconds so
-    far. Raises RankError if another rank has failed or does not answer."""
+    """Called with the seconds so far while the host waits for its device. Raises RankError if another rank has failed
+    or does not answer."""
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
-        """The sum of x over all ranks. It replaces x in place, except in a compiled graph, where it is a new tensor."""
+        """Sums x over all ranks: in place, except in a compiled graph, where the sum is a new tensor."""
         if self.size == 1:
             return x
         assert self.process_group is not None
@@ -88,7 +78,6 @@ class Group:
         return x
 
     def minimum(self, value: int, purpose: str) -> int:
-        """The smallest value of all ranks."""
         x = torch.tensor([value])
         if self.size > 1:
             with self._counted(x, purpose):
@@ -109,7 +98,7 @@ class Group:
         return out
 
     def broadcast(self, x: Tensor, source: int, purpose: str) -> Tensor:
-        """The x of rank ``source`` of this group. It replaces x in place, which must have the same shape and dtype."""
+        """Replaces x by that of rank ``source`` of the group; shape and dtype must agree."""
         if self.size > 1:
             with self._counted(x, purpose):
                 dist.broadcast(x, group=self.process_group, group_src=source)
@@ -117,7 +106,6 @@ class Group:
 
     @contextmanager
     def _counted(self, x: Tensor, purpose: str) -> Iterator[None]:
-        """Counts a collective of x, and turns its failure into a RankError."""
         self.ledger.add(purpose, x.nbytes)
         try:
             yield
@@ -128,7 +116,7 @@ class Group:
 
 
 class CapturedGroup(Group):
-    """A group that makes the collectives of a captured step, as torch.compile and our graph passes leave them."""
+    """Makes the collectives of a captured step, as torch.compile and our graph passes leave them."""
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
         if self.size == 1:
@@ -150,4 +138,3 @@ class CapturedGroup(Group):
 
 
 ALONE = Group()
-"""The group of a process that is the only rank."""

@@ -1,4 +1,4 @@
-"""How the ranks of an engine find each other, and how those on this machine are started and ended. Imports no torch."""
+"""How ranks find each other, and how those on this machine start and end. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ _PR_SET_PDEATHSIG = 1
 """Of Linux's prctl.h: the signal that a process gets when its parent ends."""
 LOCALHOST = "127.0.0.1"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-"""Name of the loopback interface."""
 
 
 # ---- where the ranks meet --------------------------------------------------------------------------------------------
@@ -39,28 +38,20 @@ class Rendezvous:
     """Where one rank meets the others, in the terms of torchrun."""
 
     rank: int
-    """This rank, from 0."""
     world_size: int
-    """Number of ranks."""
     host: str
-    """Address of the store through which the ranks find each other."""
+    """Address of the store through which the ranks find each other; ``port`` is its TCP port."""
     port: int
-    """TCP port of that store."""
     local: bool
-    """Whether all ranks run on this machine."""
 
     @classmethod
     def on_this_machine(cls, rank: int, world_size: int, port: int) -> Rendezvous:
-        """The rendezvous of ranks that all run here, on the loopback interface."""
         return cls(rank, world_size, LOCALHOST, port, local=True)
 
     @classmethod
     def from_environment(cls) -> Rendezvous:
-        """Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_WORLD_SIZE, which torchrun sets.
-
-        Raises:
-            ParameterError: one of them is missing or malformed.
-        """
+        """Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_WORLD_SIZE, which torchrun sets. ParameterError if
+        one is missing or malformed."""
         try:
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -79,11 +70,8 @@ class Rendezvous:
         return cls(rank, world_size, host, port, local)
 
     def check_world_size(self, config: EngineConfig) -> None:
-        """Compares the number of ranks that were started with the number that an engine is configured for.
-
-        Raises:
-            ParameterError: they differ; the message says which sizes would fit.
-        """
+        """Raises ParameterError, with the sizes that would fit, if not as many ranks were started as ``config`` asks
+        for."""
         if self.world_size != config.world_size:
             tp, bp = config.tensor_parallel_size, config.branch_parallel_size
             raise ParameterError(
@@ -93,12 +81,9 @@ class Rendezvous:
             )
 
     def check_host(self) -> None:
-        """Refuses a name that means the loopback interface on rank 0, where ranks on other machines do not find it.
+        """Refuses, on rank 0, a MASTER_ADDR on the loopback interface if other machines must reach it (ParameterError).
 
         Many systems give their own name such an address. Rank 0 listens on the address of ``host`` alone.
-
-        Raises:
-            ParameterError: ``host`` is such a name, and not all ranks run on this machine.
         """
         if self.local or self.rank or self.host in (LOCALHOST, "::1", "localhost"):
             return
@@ -114,11 +99,7 @@ class Rendezvous:
             )
 
     def check_interface(self) -> None:
-        """Refuses a GLOO_SOCKET_IFNAME that this machine does not have.
-
-        Raises:
-            ParameterError: it names such an interface.
-        """
+        """Raises ParameterError for a GLOO_SOCKET_IFNAME that this machine does not have."""
         known = [name for _, name in socket.if_nameindex()]
         for name in os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK).split(","):
             if name not in known:
@@ -126,7 +107,6 @@ class Rendezvous:
                 raise ParameterError("tensor_parallel_size", message)
 
     def environment(self) -> dict[str, str]:
-        """The environment variables that tell a process that it is this rank."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.rank),
@@ -145,21 +125,14 @@ def _sizes_that_fit(world_size: int, tensor_parallel_size: int) -> str:
 
 
 def rank_in_environment() -> int | None:
-    """This process's rank if torchrun, or a launcher like it, has started the process as one of several; else None.
-
-    Raises:
-        ParameterError: RANK and WORLD_SIZE are set, but another variable is missing or malformed.
-    """
+    """This process's rank if torchrun, or a launcher like it, started it as one of several; else None. ParameterError
+    as in ``from_environment``."""
     return Rendezvous.from_environment().rank if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at one address of this machine, given as such or as a name, and at no other. Port 0 means
-    any that is free.
-
-    Raises:
-        OSError: this machine does not have the address, or the port is in use.
-    """
+    """Listens at one address of this machine, given as address or name, and at no other. Port 0 means any free port.
+    OSError if this machine does not have the address, or the port is in use."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)  # of IPv6 with the scope, which some need
@@ -170,7 +143,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that is free at the moment."""
     with socket.socket() as probe:
         probe.bind((LOCALHOST, 0))
         port: int = probe.getsockname()[1]
@@ -181,28 +153,18 @@ def free_port() -> int:
 
 
 class RankProcess(NamedTuple):
-    """What to start for one rank.
-
-    Start it in a session of its own, so that signals of the terminal do not reach it, and with a pipe as stdin, for it
-    ends when that pipe closes.
-    """
+    """What to start for one rank, in a session of its own, so that signals of the terminal do not reach it. Its stdin
+    must be a pipe: the process ends when that closes."""
 
     command: tuple[str, ...]
-    """Program and arguments."""
     environment: dict[str, str]
-    """All environment variables."""
 
 
 def local_rank_processes(
     config: EngineConfig, port: int, leader_command: tuple[str, ...] | None = None
 ) -> dict[int, RankProcess]:
-    """The processes to start, by rank, for an engine whose ranks all run on this machine.
-
-    Args:
-        config: the engine's configuration.
-        port: port of the store through which the ranks find each other.
-        leader_command: command of rank 0; None if the calling process is rank 0 itself.
-    """
+    """The processes to start, by rank, if all ranks run on this machine. ``port`` is the store's. ``leader_command``
+    starts rank 0; None if the calling process is rank 0."""
     follower = follower_command(config, ends_with_stdin=True)
     commands = dict.fromkeys(range(1, config.world_size), follower)
     if leader_command is not None:
@@ -214,12 +176,7 @@ def local_rank_processes(
 
 
 def follower_command(config: EngineConfig, *, ends_with_stdin: bool) -> tuple[str, ...]:
-    """The command of every rank other than 0.
-
-    Args:
-        config: the engine's configuration.
-        ends_with_stdin: whether the process ends when its stdin closes, that is when its parent ends.
-    """
+    """The command of every rank but 0. ``ends_with_stdin``: it ends when its stdin closes, as when its parent ends."""
     ending = ["--ends-with-stdin"] if ends_with_stdin else []
     if ends_with_stdin and threading.current_thread() is threading.main_thread():  # another may end before the engine
         ending.append("--ends-with-parent")
@@ -227,10 +184,8 @@ def follower_command(config: EngineConfig, *, ends_with_stdin: bool) -> tuple[st
 
 
 def share_cores(config: EngineConfig) -> EngineConfig:
-    """``config`` with as many threads for each rank as an even share of this machine's cores.
-
-    An engine of one rank stays as it is, and so does one whose threads are set by ``threads`` or OMP_NUM_THREADS.
-    """
+    """Gives each rank an even share of this machine's cores as threads, unless there is one rank, or ``threads`` or
+    OMP_NUM_THREADS is set."""
     if config.world_size == 1 or config.threads is not None or "OMP_NUM_THREADS" in os.environ:
         return config
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -241,7 +196,7 @@ def share_cores(config: EngineConfig) -> EngineConfig:
 
 
 def exit_when_stdin_closes() -> None:
-    """Ends this process when its stdin closes, which happens when its parent ends, for whatever reason."""
+    """Ends this process when its stdin closes, as when its parent ends for whatever reason."""
 
     def wait() -> None:
         sys.stdin.buffer.read()  # nothing is ever written to it
@@ -251,32 +206,28 @@ def exit_when_stdin_closes() -> None:
 
 
 def exit_with_parent() -> None:
-    """Lets the system kill this process when the thread that has started it ends, even while it is stopped (SIGSTOP)
-    and cannot read its stdin."""
+    """Has the system kill this process when the thread that started it ends, even while it is stopped (SIGSTOP) and
+    cannot read its stdin."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def exit_rank(failure: str) -> None:
-    """Ends this process, which is a rank, at once, because the ranks cannot go on.
-
-    Args:
-        failure: which rank has failed, and how; written to stderr.
-    """
+    """Ends this process, a rank, at once. ``failure``, written to stderr, says which rank has failed, and how."""
     sys.stderr.write(f"rank {os.environ['RANK']} ends: {failure}\n")
     sys.stderr.flush()
     os._exit(OTHER_RANK_FAILED)
 
 
 def kill_running(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    """Ends the processes of ranks at once, without waiting for them; they hold nothing that is worth saving."""
+    """Kills ranks' processes without waiting for them; they hold nothing worth saving."""
     for process in processes:
         if process.returncode is None:
             process.kill()
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal such as SIGSTOP has stopped a process; False where the system has no /proc."""
+    """Whether a signal such as SIGSTOP has stopped a process; False on a system without /proc."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -285,23 +236,14 @@ def is_stopped(pid: int) -> bool:
 
 
 class StopWatch:
-    """Looks at the processes of ranks while they start, when they do not yet watch one another.
-
-    Args:
-        timeout: seconds after which a rank that is stopped counts as hanging.
-    """
+    """Finds ranks that were stopped for ``timeout`` seconds while they start, before they watch one another."""
 
     def __init__(self, timeout: float):
         self._timeout = timeout
         self._since: dict[int, float] = {}
-        """By rank: when it was first seen to be stopped."""
 
     def check(self, pids: Mapping[int, int]) -> str | None:
-        """Which rank has been stopped for too long; None if none has.
-
-        Args:
-            pids: by rank, the id of its process.
-        """
+        """Describes the rank that has been stopped for too long; None if none has. ``pids``: process ids by rank."""
         now = time.monotonic()
         self._since = {rank: self._since.get(rank, now) for rank, pid in pids.items() if is_stopped(pid)}
         for rank, since in self._since.items():
@@ -311,12 +253,8 @@ class StopWatch:
 
 
 def explain_exit(statuses: Mapping[int, int | None]) -> str | None:
-    """Which rank's process has ended, and how, such as "rank 1: SIGKILL"; None while all run.
-
-    Args:
-        statuses: by rank, its exit status as ``subprocess`` reports it; None while the process runs. Where rank 0 is
-            the only one, the answer does not name it.
-    """
+    """Names the rank that has ended, and how, e.g. "rank 1: SIGKILL"; None while all run. If rank 0 is the only one,
+    the answer does not name it. ``statuses``: by rank, as ``subprocess`` reports them."""
     ended = {rank: status for rank, status in statuses.items() if status is not None}
     if not ended:
         return None

@@ -1,4 +1,4 @@
-"""The ranks of one engine: which rank this process is, its groups, and how the ranks meet, start and end together.
+"""The ranks of one engine: this process's rank, its groups, and how the ranks meet, start and end together.
 
 World size = branch parallel size (bp) x tensor parallel size (tp), and rank = bp rank x tp size + tp rank, so the ranks
 that split one forward pass are neighbours.
@@ -32,15 +32,14 @@ from lopa_ascend.types import Traffic
 logger = logging.getLogger(__name__)
 
 MEETING_TIMEOUT = timedelta(minutes=2)
-"""Most time for ranks that are all there to connect by gloo. Meanwhile none of them notices that another has ended."""
+"""Limit for ranks that are all there to connect by gloo; meanwhile none notices that another has ended."""
 LEAST_MEETING_TIMEOUT = timedelta(seconds=10)
-"""What they get at least, on a busy machine, however soon a rank that hangs is given up."""
+"""Least time to connect, for a busy machine, however soon a rank that hangs is given up."""
 RESETTABLE = ("gloo", "nccl")
-"""Backends whose timeout can be changed."""
 ENDING_TIMEOUT = 10.0
-"""Most seconds in which torch.distributed may end the groups. NCCL may wait for ranks that are gone."""
+"""Seconds that torch.distributed gets to end the groups: NCCL may wait for ranks that are gone."""
 EXPLANATION_TIMEOUT = 2.0
-"""Seconds in which the watch should find the rank that made a collective fail."""
+"""Seconds that the watch gets to find the rank that made a collective fail."""
 
 
 class StartError(ValueError):
@@ -50,14 +49,9 @@ class StartError(ValueError):
 def new_groups(
     device: Device, purpose: str, ranks: list[list[int]], meeting: timedelta, timeout: int
 ) -> dist.ProcessGroup:
-    """Makes groups of ranks, and returns that of this rank. All ranks must call it with the same ranks.
-
-    Args:
-        purpose: "tp" or "bp".
-        ranks: the ranks of each group.
-        meeting: time for them to connect by gloo.
-        timeout: see ``exec_timeout``.
-    """
+    """Makes groups of ranks and returns the one with this rank. All ranks must call it with the same ``ranks``, a list
+    for each group. ``purpose`` is "tp" or "bp"; ``meeting`` limits connecting by gloo; ``timeout``: see
+    ``exec_timeout``."""
     backend = dist.get_backend()
     options = device.communicator_options(backend, purpose, timeout)
     group: dist.ProcessGroup | None
@@ -74,11 +68,9 @@ def exec_timeout(config: EngineConfig) -> int:
 
 
 def creation_timeout(backend: str, meeting: timedelta, timeout: int) -> timedelta:
-    """The timeout with which a group is made.
-
-    ``_set_timeout`` sets gloo's and NCCL's later. HCCL's cannot be changed, and once it is over torch_npu ends the
-    process; so it is longer than ``timeout`` seconds, after which HCCL reports the error itself.
-    """
+    """The timeout with which a group is made. gloo's and NCCL's are changed later by ``_set_timeout``. HCCL's cannot be
+    changed, and torch_npu ends the process once it is over; so it is longer than ``timeout`` seconds, after which HCCL
+    reports the error itself."""
     if backend == "gloo":
         return meeting
     if backend == "nccl":
@@ -87,33 +79,28 @@ def creation_timeout(backend: str, meeting: timedelta, timeout: int) -> timedelt
 
 
 class Mesh:
-    """One rank among all ranks of an engine, and its groups. ``Mesh()`` is that of an engine of one rank."""
+    """One rank among all ranks of an engine, and its groups. ``Mesh()`` has one rank."""
 
     def __init__(self) -> None:
         self.rank = 0
-        """This rank."""
         self.size = 1
-        """Number of ranks."""
         self.ledger = Ledger()
-        """Counts what this rank sends in all its groups."""
         self.tp = Group(ledger=self.ledger)
         """The ranks that split each forward pass with this one."""
         self.bp = Group(ledger=self.ledger)
         """The ranks that hold the same part of the model and compute other branches."""
         self.world = Group(ledger=self.ledger)
-        """All ranks, for tensors in the memory of the CPU, whatever the device."""
+        """All ranks, for tensors in CPU memory, whatever the device."""
         self.start_refused = False
-        """Whether some rank refused to start; see ``raise_together``."""
+        """Whether some rank refused to start (``raise_together``)."""
         self.failure: str | None = None
-        """Which rank has failed, and how; None as long as the watch has not noticed any failure."""
+        """Which rank has failed, and how; None until the watch notices one."""
         self.before_end: Callable[[], None] = lambda: None
-        """Called before the groups end."""
         self._tp_size = 1
         self._timeout = START_TIMEOUT
         self._patience = START_TIMEOUT
-        """How long this rank waits for its device, where collectives wait for others."""
+        """How long this rank waits for its device, on which collectives wait for other ranks."""
         self._check_others: Callable[[], None] = lambda: None
-        """Called while this rank waits for others to join; may raise."""
         self._texts: TextStore | None = None
         self._watch: ProcessWatch | None = None
         self._owns_process_group = False
@@ -132,15 +119,12 @@ class Mesh:
         """Meets the other ranks, and waits until all have come.
 
         Args:
-            config: the engine's configuration.
-            rendezvous: where the ranks meet.
             on_failure: called at most once, in a thread, with a message, when another rank has ended or hangs.
-            store: the store through which the ranks find each other, if this process has made it; None to connect to
-                the one that ``rendezvous`` names.
+            store: the store that this process serves; None: connect to the one that ``rendezvous`` names.
             check: called on rank 0 while it waits; may raise.
 
         Raises:
-            OSError: rank 0 cannot listen where the ranks are to meet.
+            OSError: rank 0 cannot listen at the address of ``rendezvous``.
             ParameterError: not as many ranks were started as ``config`` asks for, this machine has fewer devices, or
                 ranks on other machines could not find rank 0.
             RankError: the other ranks did not come.
@@ -169,11 +153,8 @@ class Mesh:
         return mesh
 
     def _meet(self, rendezvous: Rendezvous, store: Store | None) -> Store | None:
-        """Waits for all ranks, and sets ``_texts``.
-
-        Returns:
-            The store for torch.distributed; None if an earlier engine of these processes has initialised it.
-        """
+        """Waits for all ranks, and sets ``_texts``. Returns the store for torch.distributed; None if an earlier engine
+        of these processes has initialised it."""
         if rendezvous.local:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         if store is not None and dist.is_initialized():
@@ -207,7 +188,7 @@ class Mesh:
         return self.failure
 
     def _start_watch(self, rendezvous: Rendezvous, on_failure: Callable[[str], None]) -> None:
-        """Watches the processes of the other ranks from now on. Rank 0 tells the others where it listens."""
+        """Watches the other ranks' processes from now on. Rank 0 tells the others where it listens."""
         assert self._texts is not None
 
         def failed(message: str) -> None:
@@ -227,8 +208,8 @@ class Mesh:
             )
 
     def _check_interface(self, rendezvous: Rendezvous) -> None:
-        """Raises as ``raise_together`` if a rank's network interface does not exist; on ranks other than 0 StartError
-        alone, so that one rank says why."""
+        """Raises on all ranks if one's network interface does not exist. Ranks other than 0 raise StartError, so that
+        one rank says why."""
         error: ParameterError | None = None
         try:
             rendezvous.check_interface()
@@ -242,7 +223,7 @@ class Mesh:
             raise StartError(str(wrong)) from wrong
 
     def _connect(self, config: EngineConfig, store: Store | None) -> None:
-        """Makes the groups, and initialises torch.distributed first if ``store`` is given."""
+        """Makes the groups; first initialises torch.distributed if ``store`` is given."""
         meeting = min(MEETING_TIMEOUT, max(LEAST_MEETING_TIMEOUT, self._timeout))
         device, hccl = find_device(config.device), exec_timeout(config)
         if store is not None:
@@ -262,11 +243,11 @@ class Mesh:
     # ---- starting --------------------------------------------------------------------------------------------------
 
     def raise_together(self, error: Exception | None) -> None:
-        """Goes on only if every rank can: a rank passes what keeps it from serving, or None, and then all ranks raise.
+        """Raises on every rank if any rank passes an error; None means that this rank can serve.
 
         Raises:
             StartError: another rank cannot serve; the message names it.
-            Exception: ``error`` itself, on the rank that has passed it.
+            Exception: ``error`` itself, on the rank that passed it.
         """
         messages = self.all_gather_text("refusal", "" if error is None else str(error))
         self.start_refused = self.size > 1 and any(messages)
@@ -277,24 +258,22 @@ class Mesh:
                 raise StartError(f"{self.describe_rank(rank)}: {message}")
 
     def all_gather_text(self, subject: str, text: str) -> list[str]:
-        """The texts of all ranks on a subject, by rank. Every rank must call it, once for each subject."""
+        """The texts of all ranks, by rank. Every rank must call it, once for each subject."""
         if self.size == 1:
             return [text]
         assert self._texts is not None
         return self._texts.all_gather(subject, text)
 
     def start(self) -> None:
-        """Waits until every rank has loaded. From now on a rank that hangs is given up after the configured timeout.
-
-        HCCL has its own from the beginning; see ``exec_timeout``.
-        """
+        """Waits until every rank has loaded. From now on a rank that hangs is given up after the configured timeout;
+        HCCL has its own from the beginning (``exec_timeout``)."""
         self.world.minimum(0, "start")
         self._patience = self._timeout
         self._set_timeout(self._timeout)
 
     def _set_timeout(self, timeout: timedelta) -> None:
-        """Sets how long collectives may take, where they are gloo's or NCCL's. Once NCCL's time is over torch ends the
-        process; so it is longer, and this rank says before what has failed."""
+        """Limits the time of collectives of gloo and NCCL. NCCL's limit is longer, because torch ends the process when
+        it is over, and this rank must first say what has failed."""
         for group in (self.tp, self.bp, self.world):
             if group.process_group is not None and (backend := dist.get_backend(group.process_group)) in RESETTABLE:
                 more = MEETING_TIMEOUT if backend == "nccl" else timedelta(0)
@@ -303,11 +282,8 @@ class Mesh:
     # ---- while it runs ---------------------------------------------------------------------------------------------
 
     def check_agreement(self, step: int, values: Mapping[str, object]) -> None:
-        """Checks that all ranks hold the same values, by their ``repr``, after a step. Every rank must call it.
-
-        Raises:
-            RankError: a rank differs from rank 0; the message says which rank, and in which of the values.
-        """
+        """Checks after a step that all ranks hold the same values, compared by ``repr``. Every rank must call it.
+        RankError names the rank and the values that differ."""
         if self.size == 1:
             return
         names = ("the step", *values)
@@ -321,39 +297,31 @@ class Mesh:
                 )
 
     def describe_rank(self, rank: int) -> str:
-        """A rank for people, with its place in the mesh."""
         bp, tp = divmod(rank, self._tp_size)
         return f"rank {rank} (bp {bp}, tp {tp})"
 
     def _explain(self) -> str | None:
-        """Why a collective has failed; None if the watch does not know.
-
-        Waits up to ``EXPLANATION_TIMEOUT``, because the watch may notice a failure later than the collective does.
-        """
+        """Why a collective has failed; None if the watch does not know. Waits a while, because the watch may notice a
+        failure later than the collective."""
         deadline = time.monotonic() + EXPLANATION_TIMEOUT
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return self.failure
 
     def _check_waiting(self, seconds: float) -> None:
-        """See ``Group.while_waiting``."""
         if self.failure is not None:
             raise RankError(f"a step failed: {self.failure}")
         if seconds > self._patience.total_seconds():
             raise RankError(f"a step failed: the device has not finished it in {seconds:.0f} s; a rank does not answer")
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """What this rank has sent, by purpose."""
         return self.ledger.traffic()
 
     # ---- ending ----------------------------------------------------------------------------------------------------
 
     def close(self, failure: str | None = None) -> None:
-        """Leaves the other ranks.
-
-        Args:
-            failure: why this rank cannot go on, for which the others end too; None for an ordinary end.
-        """
+        """Leaves the other ranks. ``failure``: why this rank cannot go on, so that the others end too; None for an
+        ordinary end."""
         if self._watch is not None:
             message = None if failure is None else f"{self.describe_rank(self.rank)} has left: {failure}"
             self._watch.close(message)
@@ -373,4 +341,4 @@ class Mesh:
 
 
 _engine_numbers = itertools.count()
-"""Numbers the engines that follow one another in the same processes, alike on every rank."""
+"""Numbers successive engines in the same processes, alike on every rank."""

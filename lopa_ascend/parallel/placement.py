@@ -1,10 +1,10 @@
 """Which branch-parallel group computes which branch, and in which slot.
 
-Branch i, counted in evaluation order, is computed by group i mod ``size`` in slot i div ``size``.
+Branch i, in evaluation order, is computed by group i mod ``size`` in slot i div ``size``.
 
-The page tables belong to the slots, and hold the same page ids in every group. What a step commits is written in every
-slot of every group. So a group that has no branch in a step still computes the positions that the step commits; only
-with full attention, where keys and values differ between branches, does it receive the winner's values instead.
+Page tables belong to slots and hold the same page ids in every group. What a step commits is written in every slot of
+every group, so a group without a branch still computes the positions that the step commits. Only with full attention,
+where keys and values differ between branches, does it receive the winner's values instead.
 """
 
 from __future__ import annotations
@@ -18,31 +18,26 @@ from lopa_ascend.types import RowPlan, SequencePlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """What one branch-parallel group computes of a sequence's forward pass."""
+    """What one branch-parallel group computes in a sequence's forward pass."""
 
     plan: SequencePlan
     rows: tuple[RowPlan, ...]
-    """The group's rows. The last one computes all its positions; the others reuse its results before their
-    ``compute_from``. Rows that another group predicts have no ``masked`` positions here."""
+    """The last row computes all its positions; the others reuse its results before their ``compute_from``. Rows that
+    another group predicts have no ``masked`` positions here."""
     slots: tuple[int, ...]
-    """The slot of each row."""
     branches: tuple[int, ...]
     """Index of each row in ``plan.rows``."""
     num_slots: int
-    """Slots that the sequence has in this group, with or without a row in this pass."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which branches one branch-parallel group computes, and in which slots."""
+    """One branch-parallel group among ``size``."""
 
     size: int = 1
-    """Number of groups."""
     group: int = 0
-    """This group, from 0."""
 
     def home(self, branch: int) -> tuple[int, int]:
-        """The group and the slot of a branch."""
         return branch % self.size, branch // self.size
 
     def num_places(self, num_rows: int) -> int:
@@ -50,12 +45,10 @@ class Placement:
         return slots_for(num_rows, self.size) * self.size
 
     def sends_values(self, plan: SequencePlan) -> bool:
-        """Whether the winner's keys and values, if it commits any, must travel to the other groups, which have not
-        computed the same."""
+        """Whether the winner's keys and values must travel to the other groups, which have not computed the same."""
         return plan.winner_commits and len(plan.rows) > 1 and self.size > 1
 
     def share(self, plan: SequencePlan) -> Share:
-        """What this group computes of a forward pass."""
         num_slots = slots_for(plan.max_rows, self.size)
         own_branches = self._branches_of(plan, self.group)
         if not own_branches:
@@ -73,7 +66,7 @@ class Placement:
         return Share(plan, tuple(rows), slots, tuple(branches), num_slots)
 
     def slot_ends(self, plan: SequencePlan) -> tuple[int, ...]:
-        """For each slot how many positions it must have room for, the same on every rank; 0 if no row is there."""
+        """Positions for which each slot needs room, the same on every rank; 0 for a slot without a row."""
         slot_ends = [0] * slots_for(plan.max_rows, self.size)
         for branch, row in enumerate(plan.rows):
             _, slot = self.home(branch)
@@ -83,16 +76,14 @@ class Placement:
         return tuple(slot_ends)
 
     def num_computed(self, plan: SequencePlan) -> int:
-        """Tokens that the busiest group computes, the same on every rank."""
+        """Tokens of the busiest group, the same on every rank."""
         groups_with_branches = range(min(self.size, len(plan.rows)))
         return max(self._num_computed(plan, group) for group in groups_with_branches)
 
     def _branches_of(self, plan: SequencePlan, group: int) -> range:
-        """The branches that a group computes."""
         return range(group, len(plan.rows), self.size)
 
     def _num_computed(self, plan: SequencePlan, group: int) -> int:
-        """The tokens that a group with branches computes."""
         branches = self._branches_of(plan, group)
         rows = [plan.rows[branch] for branch in branches]
         own = sum(row.end - row.compute_from for row in rows)
@@ -101,19 +92,17 @@ class Placement:
 
 
 def _base_branch(plan: SequencePlan, branches: Sequence[int]) -> int:
-    """The branch that computes the positions which the group's rows share.
-
-    It is the anchor if the group has it, otherwise the branch that equals the anchor up to the latest position.
-    """
+    """The branch that computes the positions shared by the group's rows: the anchor if the group has it, otherwise the
+    branch that equals the anchor for longest."""
     anchor = len(plan.rows) - 1
     return anchor if anchor in branches else max(branches, key=lambda branch: plan.rows[branch].compute_from)
 
 
 def _committing_row(plan: SequencePlan) -> RowPlan | None:
-    """The row that a group without a branch computes: the positions that the pass commits, or that later passes read
-    from every slot, without predictions.
+    """The row of a group without a branch: positions that the pass commits, or that later passes read from every slot.
+    It predicts nothing.
 
-    With full attention the committed values depend on the whole row, so the group computes the whole anchor if that is
+    With full attention the committed values depend on the whole row. So the group computes the whole anchor if that is
     the only branch; otherwise it receives the winner's values. None if there is nothing to compute.
     """
     anchor = plan.rows[-1]

@@ -1,4 +1,4 @@
-"""Short texts that the ranks leave for each other in a store of torch.distributed, mostly while they start."""
+"""Short texts between ranks in a store of torch.distributed, mostly while they start."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from lopa_ascend.parallel.launch import listen
 
 START_MINUTES = 30
 START_TIMEOUT = timedelta(minutes=START_MINUTES)
-"""Time for all ranks to meet, and again for all to load: one of them may read its weights from a slower disk."""
+"""Time for all ranks to meet, and again for all to load: one may read its weights from a slower disk."""
 POLL_INTERVAL = 0.02
-"""Seconds between two looks into the store."""
+"""Seconds."""
 
 
 def serve_store(host: str, port: int) -> TCPStore:
-    """A store of this process at one address, through which ranks find each other; port 0 means any that is free.
+    """Serves a store at one address; port 0 means any free port. OSError if it cannot listen there.
 
-    Nothing in its protocol asks who somebody is, and by itself it would listen on every interface of the machine.
-
-    Raises:
-        OSError: it cannot listen there.
+    Its protocol authenticates nobody, and by itself it would listen on every interface of the machine.
     """
     listener = listen(host, port)
     own_port: int = listener.getsockname()[1]
@@ -34,14 +31,8 @@ def serve_store(host: str, port: int) -> TCPStore:
 
 
 class TextStore:
-    """One rank's access to the texts.
-
-    Args:
-        store: the keys and values that all ranks share.
-        rank: this rank.
-        size: number of ranks.
-        failure: says why the ranks cannot go on, or None; asked while this rank waits for a text. May raise.
-    """
+    """One rank's access to the texts. ``failure`` says why the ranks cannot go on, or None; it is asked while this rank
+    waits for a text, and may raise."""
 
     def __init__(self, store: Store, rank: int, size: int, failure: Callable[[], str | None]):
         self.store = store
@@ -49,23 +40,14 @@ class TextStore:
         self._failure = failure
 
     def below(self, prefix: str) -> TextStore:
-        """The part of the store whose keys begin with a prefix."""
         return TextStore(PrefixStore(prefix, self.store), self._rank, self._size, self._failure)
 
     def write(self, key: str, text: str) -> None:
-        """Leaves a text for the other ranks."""
         self.store.set(key, text)
 
     def read(self, key: str, awaited: str = "rank 0") -> str:
-        """Waits until a rank has written a text, and returns it.
-
-        Args:
-            key: the text's name.
-            awaited: who writes it, for an error message.
-
-        Raises:
-            RankError: the ranks have failed, or the text did not come in time.
-        """
+        """Waits for a text that ``awaited`` writes. RankError if the ranks have failed, or the text did not come in
+        time."""
         what_to_do = "see the logs of the other ranks, and whether all of them were started"
         for _ in self._poll(f"waited {START_MINUTES} minutes for {awaited}; {what_to_do}"):
             if self._has(key):
@@ -74,24 +56,17 @@ class TextStore:
         return text
 
     def all_gather(self, subject: str, text: str) -> list[str]:
-        """The texts of all ranks on a subject, by rank. Every rank must call it, once for each subject.
-
-        Raises:
-            RankError: the ranks have failed, or a text did not come in time.
-        """
+        """The texts of all ranks, by rank. Every rank must call it, once for each subject. Raises like ``read``."""
         self.write(f"{subject}/{self._rank}", text)
         return [self.read(f"{subject}/{rank}", f"rank {rank} to report {subject!r}") for rank in range(self._size)]
 
     def name_start(self) -> str:
-        """A name for this start of the ranks: the same on all of them, and unlike that of any other start.
+        """A name for this start of the ranks: equal on all of them, and different at every start.
 
-        torchrun's store outlives the ranks that it starts again, and so do the texts of ranks that have ended. So each
-        rank draws a random token; the token of rank 0 names the start. Rank 0 publishes its token, collects the tokens
-        of the others, and publishes their list. Another rank goes on when it finds its own token in that list: then
-        the name is not left over from an earlier start.
-
-        Raises:
-            RankError: the ranks have failed, or did not come in time.
+        torchrun's store outlives the ranks that it restarts, and keeps texts of ranks that have ended. So each rank
+        draws a random token, and the token of rank 0 names the start. Rank 0 publishes its token, collects the others'
+        and publishes their list. Another rank goes on when its own token is in that list: then the name is of this
+        start. Raises like ``read``.
         """
         token = secrets.token_hex(8)
         if self._rank == 0:
@@ -115,11 +90,8 @@ class TextStore:
         return found
 
     def _poll(self, complaint: str) -> Iterator[None]:
-        """Yields every ``POLL_INTERVAL`` seconds.
-
-        Raises:
-            RankError: the ranks have failed; or, with ``complaint``, ``START_TIMEOUT`` is over.
-        """
+        """Yields every ``POLL_INTERVAL`` seconds. RankError if the ranks have failed or, with ``complaint``,
+        ``START_TIMEOUT`` is over."""
         deadline = time.monotonic() + START_TIMEOUT.total_seconds()
         while time.monotonic() < deadline:
             yield

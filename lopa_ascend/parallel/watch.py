@@ -1,9 +1,9 @@
-"""Tells every rank when the process of another rank has ended (within a second) or hangs (after a timeout).
+"""Tells every rank when another rank's process has ended (within a second) or hangs (after a timeout).
 
-Collectives take long to notice either, and a rank that computes notices nothing. So every rank keeps one TCP
-connection to rank 0, served by a thread of its own. Rank 0 watches all other ranks and passes on what it sees; the
-others watch rank 0. What is watched is the process: while its main thread is stuck, the watch's thread goes on sending
-beats, as long as the main thread releases the GIL.
+Collectives notice either late, and a rank that computes notices nothing. So a thread of every rank keeps one TCP
+connection to rank 0. Rank 0 watches all other ranks and passes on what it sees; the others watch rank 0. Only the
+process is watched: while its main thread is stuck, the watch's thread goes on sending beats, as long as the main thread
+releases the GIL.
 
 Both directions send lines of text; only the first line of a connection differs:
 
@@ -12,9 +12,9 @@ Both directions send lines of text; only the first line of a connection differs:
     failed MESSAGE  the sender has seen a failure or was told of one; rank 0 passes it on to all
     bye             the sender closes; its end is no failure
 
-A rank whose connection ends without a goodbye has ended. A rank that stays silent hangs: its process is stopped, its
-machine or network is gone, or a forked child has outlived it and holds the connection open. Silence is counted in the
-listener's own beats, so that time in which the listener itself was suspended is not held against others.
+A rank whose connection ends without a goodbye has ended. A silent rank hangs: its process is stopped, its machine or
+network is gone, or a forked child has outlived it and holds the connection open. Silence is counted in the listener's
+own beats, so that time in which the listener was suspended is not held against others.
 """
 
 from __future__ import annotations
@@ -33,41 +33,37 @@ from functools import partial
 from lopa_ascend.parallel.launch import listen
 
 BEAT_INTERVAL = 1.0
-"""Seconds between two beats."""
+"""Seconds."""
 GREETING_TIMEOUT = 5.0
-"""Seconds in which a new connection must have sent the token and its rank."""
+"""Seconds that a new connection has to send the token and its rank."""
 MAX_LINE = 1024
-"""Bytes of the longest line that a rank sends."""
+"""Bytes."""
 MAX_FAILURE = 250
-"""Characters of the longest failure that ``close`` sends: they fit into a line, at four bytes each."""
+"""Characters of a failure that ``close`` sends: they fit into a line, at four bytes each."""
 
 _BEAT, _BYE, _FAILED = b"", b"bye", b"failed "
 
 
 @dataclass(eq=False)
 class _Connection:
-    """A connection to another rank."""
-
     socket: socket.socket
     rank: int | None
     """The other rank; None until it has sent the token."""
     silent_beats: int = 0
-    """Our own beats since the last line from the other rank."""
     unread: bytes = b""
-    """Received bytes that are no whole line yet, or that were not read yet."""
 
     def __post_init__(self) -> None:
         self.socket.setblocking(False)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, line: bytes) -> None:
-        """Sends a line, or nothing if the connection has ended or the other side does not read."""
+        """Sends a line; drops it if the connection has ended or the other side does not read."""
         # An end is noticed by reading, and a peer that has let its buffer fill up must not keep the others waiting.
         with suppress(OSError):
             self.socket.send(line + b"\n")
 
     def receive(self) -> bool:
-        """Takes in what has arrived; False if the connection has ended, or brings a longer line than a rank sends."""
+        """Takes in what has arrived; False if the connection has ended, or sends a line that is too long."""
         try:
             data = self.socket.recv(MAX_LINE)
         except BlockingIOError:
@@ -78,7 +74,7 @@ class _Connection:
         return bool(data) and (b"\n" in self.unread or len(self.unread) <= MAX_LINE)
 
     def next_line(self) -> bytes | None:
-        """The next whole line; None if there is none yet."""
+        """The next whole line; None if none is there yet."""
         line, end, rest = self.unread.partition(b"\n")
         if not end:
             return None
@@ -87,19 +83,17 @@ class _Connection:
 
 
 def _do_nothing() -> None:
-    """The last callback of a watch that no failure ends."""
+    """Final callback of a watch that no failure ends."""
 
 
 class ProcessWatch:
-    """One rank's part of the watch: ``listen`` makes that of rank 0, ``connect`` those of the others.
-
-    ``on_failure`` is called at most once, as the last thing that the watch's thread does.
+    """One rank's part of the watch: made by ``listen`` on rank 0, by ``connect`` on the others.
 
     Args:
         port: TCP port on which rank 0 listens.
         token: what a rank must send to be accepted.
         timeout: seconds of silence after which a rank counts as hanging.
-        on_failure: called with a message that names the rank that has ended or hangs.
+        on_failure: called at most once, last of all by the watch's thread, with a message that names the rank.
         parent: id of the process that must not end before this one; None if it may.
     """
 
@@ -119,12 +113,9 @@ class ProcessWatch:
         self._listener: socket.socket | None = None
         """On rank 0, until all ranks have joined."""
         self._missing_ranks: set[int] = set()
-        """On rank 0: the ranks that have not joined yet."""
         self._next_beat = time.monotonic() + BEAT_INTERVAL
         self._last_words = _BYE
-        """The line that ``close`` has the thread send."""
         self._final_callback: Callable[[], object] | None = None
-        """Set when the watch ends."""
         # Closing one end of this pair wakes the thread, which selects on the other one.
         self._closing, self._close = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -136,13 +127,10 @@ class ProcessWatch:
     def listen(
         cls, size: int, timeout: float, on_failure: Callable[[str], object], host: str, parent: int | None = None
     ) -> ProcessWatch:
-        """Starts the watch of rank 0, without waiting for the others: a rank is watched once it has joined.
+        """Starts the watch of rank 0 without waiting for the others: a rank is watched once it has joined.
 
-        Until all ranks have joined it listens on a free port of ``host`` alone; ``port`` and ``token`` are what they
-        need to join.
-
-        Raises:
-            OSError: this machine does not have the address.
+        Until all have joined it listens on a free port of ``host`` alone; they need ``port`` and ``token`` to join.
+        OSError if this machine does not have the address.
         """
         listener = listen(host, 0)
         listener.setblocking(False)
@@ -163,11 +151,7 @@ class ProcessWatch:
         on_failure: Callable[[str], object],
         parent: int | None = None,
     ) -> ProcessWatch:
-        """Starts the watch of another rank, and joins that of rank 0, whose ``port`` and ``token`` are given.
-
-        Raises:
-            OSError: nothing listens there.
-        """
+        """Starts another rank's watch and joins that of rank 0. OSError if nothing listens there."""
         connection = socket.create_connection((host, port), timeout)
         watch = cls(port, token, timeout, on_failure, parent)
         leader = _Connection(connection, 0)
@@ -177,12 +161,9 @@ class ProcessWatch:
         return watch
 
     def close(self, failure: str | None = None) -> None:
-        """Ends the watch. Does nothing the second time; a failure that was seen before is still reported.
-
-        Args:
-            failure: why this rank leaves, for which the others end too; None for a goodbye. The others hear its first
-                ``MAX_FAILURE`` characters, in one line.
-        """
+        """Ends the watch; repeated calls do nothing. A failure seen before is still reported. ``failure`` says why this
+        rank leaves, so that the others end too (they hear ``MAX_FAILURE`` characters of it, in one line); None for a
+        goodbye."""
         if failure is not None:
             one_line = " ".join(failure.split())
             self._last_words = _FAILED + one_line[:MAX_FAILURE].encode()
@@ -208,13 +189,12 @@ class ProcessWatch:
         self._final_callback()
 
     def _handle_events(self) -> None:
-        """Waits for events until the next beat, and handles them."""
         for key, _ in self._selector.select(max(0.0, self._next_beat - time.monotonic())):
             if self._final_callback is None:
                 key.data()
 
     def _beat(self) -> None:
-        """Sends a beat to every rank. Reports a rank that has been silent for too long, and a parent that has ended."""
+        """Sends a beat to every rank. Reports a rank that was silent for too long, or a parent that has ended."""
         if self._parent is not None and os.getppid() != self._parent:
             self._fail(f"the process that started the ranks on {socket.gethostname()} has ended")
             return
@@ -235,7 +215,7 @@ class ProcessWatch:
             self._add(_Connection(listener.accept()[0], None))
 
     def _accept_waiting(self, listener: socket.socket) -> None:
-        """Accepts the connections that still wait at the listener, so that ``_fail`` can send them its message."""
+        """Accepts connections that still wait, so that ``_fail`` can send them its message."""
         with suppress(OSError):  # none waits, or all ranks have joined and the listener is closed
             while True:
                 connection = _Connection(listener.accept()[0], None)
@@ -243,7 +223,6 @@ class ProcessWatch:
                 connection.receive()  # closing with unread bytes would reset the connection
 
     def _read(self, connection: _Connection) -> None:
-        """Handles the lines that have arrived on a connection, or its end."""
         if not connection.receive():
             self._drop(connection)
             if connection.rank is not None:
@@ -259,7 +238,7 @@ class ProcessWatch:
                 self._handle_line(connection, connection.rank, line)
 
     def _handle_greeting(self, connection: _Connection, line: bytes) -> None:
-        """On rank 0: accepts the connection as a rank that has not joined yet, or drops it."""
+        """On rank 0: accepts the connection as a missing rank, or drops it."""
         assert self._listener is not None
         token, _, rank = line.partition(b" ")
         knows_token = secrets.compare_digest(token, self.token.encode())
@@ -284,7 +263,7 @@ class ProcessWatch:
             self._fail(f"rank {rank} has sent {line!r}, which is no message")
 
     def _fail(self, message: str) -> None:
-        """Tells every rank of a failure, also a rank that is still connecting, and ends the watch."""
+        """Tells every rank of a failure, also one that is still connecting, and ends the watch."""
         if self._listener is not None:
             self._accept_waiting(self._listener)
         # The one that failed is told as well: it may have been suspended, and then it learns why the others have ended.
@@ -293,7 +272,6 @@ class ProcessWatch:
         self._final_callback = partial(self._on_failure, message)
 
     def _say_last_words(self) -> None:
-        """Ends the watch after ``close`` was called."""
         for connection in self._connections:
             connection.send(self._last_words)
         self._final_callback = _do_nothing

@@ -16,7 +16,7 @@ from lopa_ascend.config.files import (
     SINGLE_FILE,
     read_json_object,
 )
-from lopa_ascend.config.int8_files import MODELSLIM_WEIGHTS, modelslim_descriptions
+from lopa_ascend.config.quantized_files import MODELSLIM_WEIGHTS, modelslim_descriptions
 from lopa_ascend.families import read_config
 from lopa_ascend.hub import name_in
 from lopa_ascend.model.registry import find_model

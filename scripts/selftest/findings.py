@@ -155,10 +155,10 @@ def examine_all(repeats: int) -> list[Finding]:
 
     A kernel may leave the device unusable. So what the options for the server need comes first.
     """
-    from scripts.selftest.op_cases import expert_cases, float_cases, int8_cases  # which need torch_npu
-
     by_layout = {layout: eager_ops(layout) for layout in ATTENTION_LAYOUTS}
     ops = next(iter(by_layout.values()))
+    from scripts.selftest.op_cases import expert_cases, float_cases, int8_cases  # need torch_npu, as ops do
+
     torch.manual_seed(0)
     needed = chain(float_cases(ops), step_cases(ops))
     findings = examine_cases(needed, "further ops", repeats)

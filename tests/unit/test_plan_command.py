@@ -10,41 +10,56 @@ from lopa_ascend.config import ConfigError
 from lopa_ascend.demo import DEMO_MODEL
 from scripts.bench.__main__ import main
 from scripts.bench.plan import devices
-from scripts.bench.plan.devices import DeviceError, load_device
+from scripts.bench.plan.devices import DeviceError, load_device, parse_device
+from scripts.bench.plan.measured import Fit, Measured, compare, fit
 from scripts.bench.plan.models import load_model
 from scripts.bench.plan.step import ENDS, floor, predict
 from scripts.bench.plan.tasks import Workload
-from scripts.bench.plan.validate import measured_steps, paper_rows
+from scripts.bench.plan.validate import published_engine, read_paper, validate
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 
 # ---- data and models -------------------------------------------------------------------------------------------------
 
 
-UNITS = {"flops": ("FLOP/s", "OP/s"), "bandwidth": ("B/s",), "bytes": ("B",), "_s": ("s",)}
-"""By the end of a constant's name; all others are plain numbers."""
-DIVISORS = ("bandwidth", "bytes", "efficiency", "sms", "rows", "splits")
-"""Constants that may not be 0, by the end of their names."""
-
-
 def test_devices_are_described_whole_and_with_sources():
     assert devices.known_devices() == ("910c", "h200", "h100", "a100", "b200", "rtx4090", "xeon")
-    described = json.loads(devices.FILE.read_text())
     for name in devices.known_devices():
-        constants = described[described[name].get("like", name)]["constants"] | described[name]["constants"]
-        has_sms = "sms" in constants
-        assert constants.keys() == {*devices.CONSTANTS, *(devices.GPU_CONSTANTS if has_sms else ())}
-        for constant, (value, unit, source) in constants.items():
-            ends = value if isinstance(value, list) else [value, value]
-            assert len(ends) == 2
-            assert source
-            units = next((units for end, units in UNITS.items() if constant.endswith(end)), ("",))
-            assert unit in units or not any(ends), (name, constant)
-            assert min(ends) > 0 if constant.endswith(DIVISORS) else min(ends) >= 0, (name, constant)
-            assert max(ends) <= 1 or not constant.endswith("efficiency"), (name, constant)
         assert load_device(name).high.memory_efficiency < 1
     with pytest.raises(DeviceError, match="910c, h200, h100, a100, b200, rtx4090, xeon"):
         load_device("910d")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"bf16_flops": [1.0, "FLOP/s"]}, "bf16_flops"),
+        ({"bf16_flops": [1.0, "FLOP/s", ""]}, "source"),
+        ({"bf16_flops": [0, "FLOP/s", "s"]}, "above 0"),
+        ({"bf16_flops": [True, "FLOP/s", "s"]}, "above 0"),
+        ({"memory_efficiency": [[0.7, 1.5], "", "s"]}, "at most 1"),
+        ({"gap_s": [[1, 2, 3], "s", "s"]}, "of at least 0, or two of them"),
+        ({"collective_s": [-1, "s", "s"]}, "at least 0"),
+        ({"speed": [1, "", "s"]}, "unknown constant 'speed'"),
+        ({"memory_bandwidth": [1600, "GB/s", "s"]}, "memory_bandwidth is in 'GB/s', expected 'B/s'"),
+        ({"collective_s": [10, "us", "s"]}, "collective_s is in 'us', expected 's'"),
+        ({"bf16_flops": [353.9, "TFLOP/s", "s"]}, "bf16_flops is in 'TFLOP/s', expected 'FLOP/s' or 'OP/s'"),
+        ({"memory_bytes": [64, None, "s"]}, "memory_bytes is in None, expected 'B'"),
+        ({"link_efficiency": [70, "%", "s"]}, "link_efficiency is in '%', expected ''"),
+    ],
+)
+def test_broken_descriptions_name_the_constant(change: dict[str, object], expected: str):
+    constants = json.loads(devices.FILE.read_text())["910c"]["constants"]
+    assert parse_device({"constants": constants}, "file") == load_device("910c")
+    with pytest.raises(DeviceError, match=expected):
+        parse_device({"constants": constants | change}, "file")
+
+
+def test_a_device_may_come_from_a_file(tmp_path: Path):
+    description = json.loads(devices.FILE.read_text())["h200"]
+    description["constants"]["memory_bandwidth"][0] = 1e12
+    (tmp_path / "d.json").write_text(json.dumps(description))
+    assert load_device(str(tmp_path / "d.json")).low.memory_bandwidth == 1e12
 
 
 REPORT: dict[str, Any] = {
@@ -102,31 +117,98 @@ def test_models_are_names_or_directories():
         load_model("Dream-8B")
 
 
-# ---- what others have published --------------------------------------------------------------------------------------
+# ---- the paper's rows ------------------------------------------------------------------------------------------------
 
 
-def test_the_page_has_predictions_beside_what_others_have_published(capsys: pytest.CaptureFixture[str]):
+def test_validate_has_a_row_for_each_of_the_papers(capsys: pytest.CaptureFixture[str]):
     main(["plan", "--validate"])
-    steps, rows = capsys.readouterr().out.strip().split("\n\n")
-    assert steps in PAGE.read_text()
-    assert rows in PAGE.read_text()
+    output = capsys.readouterr().out
+    assert output.count("\n") == 1
+    rows = json.loads(output)["rows"]
+    keys = [(row["setting"], row["model"], row["task"]) for row in rows]
+    assert len(set(keys)) == len(keys) == 18 * 2 * 2
+    assert {key[0] for key in keys} == {f"S{n}" for n in range(1, 19)}
+    for row in rows:
+        assert row["predicted_over_published"] == pytest.approx(row["predicted"] / row["published"], rel=1e-3)
+        assert row["predicted_slowest"] <= row["predicted"] <= row["predicted_fastest"]
+        assert row["tpf_source"]
+    published = {key: row["published"] for key, row in zip(keys, rows, strict=True)}
+    assert published["S13", "D2F-Dream-Base", "MBPP"] == 615.74
+    assert published["S12", "D2F-Dream-Instruct", "GSM8K"] == 609.90
+
+
+def test_the_page_has_the_rows_as_they_are_predicted():
+    groups = {"S1-S6, H200, BP 4": (1, 6), "S7-S12, H200, BP 8": (7, 12), "S13-S18, 910C, TP 4 x BP 4": (13, 18)}
+    lines = []
+    for title, (first, last) in groups.items():
+        for model in ("Base", "Instruct"):
+            numbers = {f"S{number}" for number in range(first, last + 1)}
+            rows = [row for row in validate() if row["setting"] in numbers and row["model"].endswith(model)]
+            digits = {"fastest": 1, "slowest": 2 if first == 13 else 1}
+            cells = [span(rows, f"{case}_over_published", digits[case]) for case in digits]
+            times = f"{span(rows, 'published_step_ms', 1)} ms"
+            lines.append(f"| {title if model == 'Base' else ''} | {model} | {' | '.join(cells)} | {times} |")
+    assert "\n".join(lines).replace("|  |", "| |") in PAGE.read_text()
+
+
+def test_the_page_has_the_engine_that_was_published_and_its_range_holds_every_row():
+    rows = published_engine()
+    assert len(rows) == 24
+    lines = []
+    for term in ("step", "host", "lengths", "prompt", "engine"):
+        cells = [span([row[end] for row in rows], term, 1) for end in ("fastest_ms", "slowest_ms")]
+        lines.append(" | ".join(low if low == high else cell for cell in cells for low, _, high in [cell.split()]))
+    page = PAGE.read_text()
+    assert all(f" | {line} |\n" in page for line in lines)
+    for row in rows:
+        assert row["fastest_ms"]["engine"] < row["published_step_ms"] < row["slowest_ms"]["engine"]
+        for end in (row["fastest_ms"], row["slowest_ms"]):
+            assert sum(end.values()) == pytest.approx(2 * end["engine"], abs=0.01)
 
 
 def test_measured_steps_of_others_lie_within_their_predictions():
-    found = measured_steps()
-    assert len(found) == 4
-    for row in found:
-        low, high = map(float, row["predicted, ms"].split(" to "))
-        assert low < float(row["measured, ms"]) < high
+    found = compare()
+    page = PAGE.read_text()
+    for row in found["rows"]:
+        assert row["fastest_ms"] < row["step_ms"] < row["slowest_ms"]
+        assert abs(row["left_out_error"]) < 0.09
+        times = f"{row['step_ms']:.2f} | {row['fastest_ms']:.1f} to {row['slowest_ms']:.1f}"
+        assert f"| {times} | {100 * row['left_out_error']:+.0f} % |" in page
+    assert 0.7 < found["memory_efficiency"] < 0.8
 
 
-def test_a_published_row_is_predicted_from_its_tokens_per_forward():
-    rows = {row["row"]: row for row in paper_rows()}
-    assert len(rows) == 2 * 2 * 2
-    row = rows["S12 Instruct GSM8K"]
-    assert row["published, ms"] == f"{1000 * 11.42 / 609.90:.1f}"
-    ends = [18.724 / float(ms) for ms in reversed(row["predicted, ms"].split(" to "))]
-    assert [*map(float, row["tokens/s, times the published"].split(" to "))] == pytest.approx(ends, rel=0.02)
+def test_a_fit_finds_what_rows_were_made_with():
+    made = Fit(0.72, 0.8)
+    rows = [Measured(memory / 0.72 + 0.8 * fixed + 1, memory, fixed, 1) for memory, fixed in ((9, 3), (5, 3), (4, 4))]
+    assert fit(rows) == pytest.approx(made)
+    assert made.error(rows[0]._replace(step=2 * rows[0].step)) == pytest.approx(-0.5)
+
+
+def span(rows: list[dict[str, Any]], name: str, digits: int) -> str:
+    """The lowest and the highest value of some rows."""
+    values = [row[name] for row in rows]
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def test_a_rows_own_speed_is_not_what_it_is_predicted_from(monkeypatch: pytest.MonkeyPatch):
+    before = {(row["setting"], row["model"], row["task"]): row for row in validate()}
+    paper = read_paper()
+    changed = next(row for row in paper["rows"] if row["setting"] == "S14")
+    changed["avg_tps"] *= 2
+    monkeypatch.setattr("scripts.bench.plan.validate.read_paper", lambda: paper)
+    for row in validate():
+        if row["setting"] == "S14":
+            assert row["predicted"] == before[row["setting"], row["model"], row["task"]]["predicted"]
+
+
+def test_tokens_per_forward_of_table_3_are_taken_as_they_are():
+    rows = {(row["setting"], row["model"], row["task"]): row for row in validate()}
+    assert rows["S18", "D2F-Dream-Base", "MBPP"]["tpf"] == 11.92
+    assert rows["S12", "D2F-Dream-Instruct", "GSM8K"]["tpf_source"] == "Table 3"
+    assert rows["S6", "D2F-Dream-Base", "MBPP"]["tpf"] == 11.92
+    # 11.92 x 415.19 / 678.26, the tokens/s of S1 and S6
+    assert rows["S13", "D2F-Dream-Base", "MBPP"]["tpf"] == pytest.approx(7.297, abs=1e-3)
+    assert rows["S7", "D2F-Dream-Base", "MBPP"]["tpf_source"] == "estimated: TPF of S12 x tokens/s of S13 / S18"
 
 
 def test_the_constants_are_printed_with_their_sources(capsys: pytest.CaptureFixture[str]):
@@ -137,7 +219,7 @@ def test_the_constants_are_printed_with_their_sources(capsys: pytest.CaptureFixt
 
 
 def test_the_page_has_the_step_that_the_command_prints(capsys: pytest.CaptureFixture[str]):
-    main(["plan", *"--tp 4 --bp 4 --window 64 --context 512 --requests 1 16".split()])
+    main(["plan", *"--tp 4 --bp 4 --window 64 --context 512 --requests 1 4 8 16".split()])
     assert capsys.readouterr().out.partition("\n\n")[2].strip() in PAGE.read_text()
 
 
@@ -145,7 +227,7 @@ def test_the_page_has_the_step_that_the_command_prints(capsys: pytest.CaptureFix
 
 
 def test_one_plan_as_json_and_as_a_table(capsys: pytest.CaptureFixture[str]):
-    arguments = "--tp 4 --bp 4 --k 3 --precision w8a8 --tpf 3:11.92".split()
+    arguments = "--tp 4 --bp 4 --k 3 --precision w8a8 --tpf 11.92".split()
     main(["plan", *arguments, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert (found["tp"], found["bp"], found["k"], found["tpf"]) == (4, 4, 3, 11.92)
@@ -189,8 +271,10 @@ def test_sizes_that_are_given_beside_the_dies_are_kept_and_the_others_found(caps
         ("--dies 2 --tp 4", "needs 4 dies, there are 2"),
         ("--tp 0", "from 1 on"),
         ("--k 20", "0:3.1, 14:10.1"),
-        ("--tpf 5", "K:NUMBER"),
-        ("--tpf 3:-1", "above 0"),
+        ("--tpf 5", "--k"),
+        ("--tpf 5 3:6 --k 3", "one number"),
+        ("--tpf x", "K:NUMBER"),
+        ("--tpf -1", "above 0"),
         ("--dies 16 --tp 4 --bp 8", "32 dies"),
         ("--device v100", "910c"),
         ("--device a100 --precision fp8", "no products in fp8"),

@@ -1,5 +1,5 @@
-"""The CPU backend. ``definition`` says in plain torch what every fused op computes, ``ops`` computes it fast by
-torch, and ``native`` faster in C++, where it can."""
+"""The CPU backend. ``definition`` says in plain torch what every fused op computes, ``ops`` computes it fast by torch,
+and ``native`` faster in C++, where it can."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ if TYPE_CHECKING:
 
 
 class Cpu(Device):
-    """A CPU, with the memory that all ranks on it share."""
-
     name, resource, collectives, on_host = "cpu", "CPU", "gloo", True
     free_tokens, codes = 32, ("int8", "int4", "fp8")
 
     def rank_needs(self, config: EngineConfig) -> int:
-        """As many cores as a rank has threads."""
         return config.threads or 1
 
     def free_memory(self, ranks: int) -> int:
@@ -48,7 +45,6 @@ class Cpu(Device):
 
 
 def _check_inductor() -> None:
-    """Refuses a torch that cannot compile steps whose KV lengths change."""
     import torch
 
     if not hasattr(getattr(torch.compiler, "config", None), "dynamic_sources"):

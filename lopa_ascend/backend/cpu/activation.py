@@ -1,9 +1,8 @@
 """silu whose rows do not depend on how many rows or threads there are.
 
-torch's own kernel takes one pass where its definition takes five. It computes whole vectors; what is left at the end of
-a row, or of a thread's share of the elements, it computes one by one, with another exponential function that rounds
-differently. So the kernel is called where both end with a vector: rows are multiples of a vector, and shares are whole
-rows.
+torch's own kernel takes one pass where its definition takes five. It computes whole vectors; the rest of a row, or of a
+thread's share, it computes one by one, with another exponential that rounds differently. So the kernel is called only
+if both end with a vector: rows are multiples of a vector, and shares are whole rows.
 """
 
 from __future__ import annotations
@@ -41,6 +40,6 @@ def _silu_of_rows(x: Tensor) -> Tensor:
 
 
 def plain_silu(x: Tensor) -> Tensor:
-    """``silu`` op by op. Each op rounds once, and exp does not depend on the place of an element."""
+    """``silu`` op by op. Each op rounds once, and exp does not depend on an element's place."""
     wide = x.float()
     return wide.div(wide.neg().exp_().add_(1)).to(x.dtype)

@@ -2,17 +2,16 @@
 
 A step's attention is planned once, for all layers, and then takes few calls of torch's flash attention:
 
-1. The keys of an entry are split in two: the prefix of its sequence, which all entries of the sequence see, and the
-   entry's own positions after the prefix. A prefix is gathered from the cache once for all entries.
+1. The keys of an entry are split in two: the prefix that all entries of its sequence see, and the entry's own positions
+   after it. A prefix is gathered from the cache once for all entries.
 2. In each of the two parts, entries of equal shapes make a batch, and a batch is one call.
 3. The two partial results of an entry are merged by their log-sum-exps.
 
 Causal entries see the keys after their prefix through a mask over whole pages.
 
-In a batch the H / K query heads that share a KV head are handled as one long query. So q [T, H, D] is seen as
-T * K query rows [H / K, D], one for each token and KV head. They come in three orders: token order (token, KV head), as
-they lie in q; own order (batch, entry, KV head, token), by the batches of the own part; and prefix order, the same by
-the batches of the prefix part.
+In a batch the H / K query heads of one KV head are one long query. So q [T, H, D] is seen as T * K query rows
+[H / K, D], one for each token and KV head. They come in three orders: token order (token, KV head), as they lie in q;
+own order (batch, entry, KV head, token), by the batches of the own part; and prefix order, by those of the prefix part.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class AttentionBatch(NamedTuple):
 
     num_entries: int
     length: int
-    """Queries of each entry."""
 
 
 @dataclass(frozen=True)
@@ -46,32 +44,32 @@ class Reading:
     """Keys and values that are gathered together, and the batches that attend to them."""
 
     positions: Tensor
-    """Flat cache positions, int64 [entries, keys], or [1, keys] where all entries of the batches see the same keys."""
+    """Flat cache positions, int64 [entries, keys], or [1, keys] if all entries of the batches see the same keys."""
     batches: tuple[AttentionBatch, ...]
     hidden: Tensor | None = None
-    """Of causal entries: which of the keys each query does not see, bool [entries, queries, keys]."""
+    """In causal entries: which keys each query does not see, bool [entries, queries, keys]."""
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """All indices of a step's attention; they are the same in every layer."""
+    """All indices of a step's attention, the same in every layer."""
 
     own: tuple[Reading, ...]
-    """Keys after the prefixes; each reading has one batch. Batches whose entries have a prefix come first."""
+    """Keys after the prefixes; each reading has one batch. Batches with a prefix come first."""
     prefix: tuple[Reading, ...]
     """The prefix of each sequence that has one, with a batch for each length of the sequence's entries."""
     own_from_token: Tensor
-    """Which row in token order each row in own order is, int64 [T * K]."""
+    """For each row in own order its row in token order, int64 [T * K]."""
     token_from_own: Tensor
-    """The inverse: which row in own order each row in token order is, int64 [T * K]."""
+    """The inverse."""
     num_with_prefix: int
-    """The first ``num_with_prefix`` rows in own order belong to entries with a prefix."""
+    """The first rows in own order, which belong to entries with a prefix."""
     prefix_from_own: Tensor | None
-    """Which row in own order each row in prefix order is, int64 [num_with_prefix]; None where the orders are equal."""
+    """For each row in prefix order its row in own order, int64 [num_with_prefix]; None if the orders are equal."""
     own_from_prefix: Tensor | None
-    """The inverse, int64 [num_with_prefix]; None where the orders are equal."""
+    """The inverse; None if the orders are equal."""
     num_gathered: int
-    """Positions that are gathered from each of the two caches."""
+    """Positions gathered from each of the two caches."""
 
 
 @lru_cache(maxsize=1)
@@ -97,7 +95,7 @@ def plan_attention(entries: Entries, kv_heads: int, page_size: int) -> Attention
 
 
 def plan_own_part(entries: Entries, page_size: int) -> tuple[list[Reading], list[list[int]]]:
-    """The readings of the keys after the prefixes, and the entries of all batches in order, by their indices."""
+    """The readings of the keys after the prefixes, and the indices of the entries of all batches in order."""
     prefixes = [entries.prefixes[group] for group in entries.prefix_groups]
     causal = entries.causal or (False,) * len(prefixes)
 
@@ -123,7 +121,7 @@ def plan_own_part(entries: Entries, page_size: int) -> tuple[list[Reading], list
 
 
 def plan_prefix_part(entries: Entries, page_size: int) -> tuple[list[Reading], list[list[int]]]:
-    """The readings of the prefixes, and the entries of all batches in order, by their indices."""
+    """The readings of the prefixes, and the indices of the entries of all batches in order."""
     with_prefix = [i for i, group in enumerate(entries.prefix_groups) if entries.prefixes[group]]
     with_prefix.sort(key=lambda i: (entries.prefix_groups[i], entries.lengths[i]))
     readings, batches = [], []
@@ -147,11 +145,8 @@ def flat_positions(page_tables: Tensor, begins: Sequence[int], count: int, page_
 
 def query_rows(lengths: Sequence[int], batches: Sequence[Sequence[int]], kv_heads: int) -> Tensor:
     """The query rows of batches in the order (batch, entry, KV head, token), as indices in token order, int64.
-
-    Args:
-        lengths: queries of all entries of the step.
-        batches: for each batch the indices of its entries, which are of one length.
-    """
+    ``lengths``: queries of all entries of the step; ``batches``: the indices of each batch's entries, which have one
+    length."""
     starts = list(accumulate(lengths, initial=0))
     rows = [torch.empty(0, dtype=torch.int64)]
     for batch in batches:
@@ -182,10 +177,7 @@ def planned_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Attenti
 
 def attend(queries: Tensor, k_cache: Tensor, v_cache: Tensor, readings: Sequence[Reading]) -> tuple[Tensor, Tensor]:
     """Attention of query rows [R, H / K, D], in the order of the batches of ``readings``, to one part of their keys.
-
-    Returns:
-        The outputs [R, H / K, D], and the log-sum-exps of their scores, float32 [R, H / K].
-    """
+    Returns the outputs [R, H / K, D], and the log-sum-exps of their scores, float32 [R, H / K]."""
     kv_heads, (group, dim) = k_cache.shape[2], queries.shape[1:]
     first, outs, lses = 0, [], []
     for reading in readings:
@@ -216,14 +208,8 @@ def gather(cache: Tensor, positions: Tensor) -> Tensor:
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention of queries [B, K, L, D] to all of key and value [B, K, keys, D].
-
-    Args:
-        mask: what is added to the scores [B, 1, L, keys]; None: nothing.
-
-    Returns:
-        The outputs [B, K, L, D], and the log-sum-exps of their scores, float32 [B, K, L].
-    """
+    """Attention of queries [B, K, L, D] to all of key and value [B, K, keys, D]; ``mask`` [B, 1, L, keys] is added to
+    the scores. Returns the outputs [B, K, L, D], and the log-sum-exps of their scores, float32 [B, K, L]."""
     is_single_task = query.shape[0] * query.shape[1] == 1 and query.shape[2] <= QUERY_BLOCK
     if is_single_task:
         # MKL would split the sums of a task that is alone among the threads, and round them otherwise: make it two.
@@ -235,11 +221,9 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 def merge_partial_attention_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Merges the attention ``other`` of queries to a second set of keys into ``out``, [R, H / K, D] each, by the
-    log-sum-exps, float32 [R, H / K].
-
-    Every operation but exp rounds once, so a value does not depend on its place in the tensor. sigmoid would give other
-    bits where the end of the tensor, or of a thread's share of it, does not fill a vector; exp does not.
-    """
+    log-sum-exps, float32 [R, H / K]. Every operation but exp rounds once, so a value does not depend on its place in
+    the tensor. sigmoid would give other bits if the end of the tensor, or of a thread's share of it, does not fill a
+    vector; exp does not."""
     share = 1 / (1 + (lse - other_lse).exp())
     wide = out.float()
     torch.add(other.float().sub_(wide).mul_(share[..., None]), wide, out=out)

@@ -1,6 +1,6 @@
 """Attention of the CPU in a compiled step: one custom op, which torch.compile does not look into.
 
-The plan of the attention depends on the entries' lengths, which are different in every step; so it cannot be part of a
+The plan of the attention depends on the entries' lengths, which differ in every step; so it cannot be part of a
 compiled graph. Custom ops take tensors and numbers only: they name the ``CpuOps`` by a number, and the entries by their
 fields.
 """
@@ -29,7 +29,6 @@ def register(ops: Ops) -> int:
 
 
 def registered(number: int) -> Ops:
-    """The ops that ``register`` gave this number."""
     return _ops_by_number[number]
 
 
@@ -63,7 +62,6 @@ def paged_attention(  # noqa: PLR0913
     causal: Sequence[bool],
     ops_number: int,
 ) -> Tensor:
-    """``attention`` of the registered ops over the entries with these fields."""
     table_bytes = page_tables.numpy().tobytes()
     entries = entries_of(
         *(tuple(lengths), tuple(kv_lengths), table_bytes, tuple(page_tables.shape)),
@@ -87,7 +85,7 @@ def entries_of(
     prefixes: tuple[int, ...],
     causal: tuple[bool, ...],
 ) -> Entries:
-    """The entries with these fields, of which ``table_bytes`` are the page tables, int32. All layers of a step get
-    the same object, and so share one plan."""
+    """The entries with these fields; ``table_bytes`` are the page tables, int32. All layers of a step get the same
+    object, and so share one plan."""
     page_tables = torch.frombuffer(bytearray(table_bytes), dtype=torch.int32).view(table_shape)
     return Entries(lengths, kv_lengths, page_tables, prefix_groups, prefixes, causal=causal)

@@ -71,8 +71,8 @@ def quant_linear(
     codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """codes [T, in] times the transpose of weight [out, in], both int8 or both FP8; times both scales, plus bias [out]
-    -> [T, out]. Float64 holds every sum of up to 2^17 products exactly: those of FP8 are multiples of 2^-18 up to 448 *
-    448."""
+    -> [T, out]. Float64 holds every sum of up to 2^17 products exactly: FP8 products are multiples of 2^-18 up to
+    448^2."""
     product = (codes.double() @ weight.double().T).float() * weight_scale * scale[:, None]
     return (product if bias is None else product + bias.float()).to(dtype)
 

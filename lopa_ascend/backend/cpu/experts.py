@@ -1,8 +1,5 @@
-"""Mixtures of experts on a CPU: which experts each token takes, the pairs of tokens and experts sorted by expert, and
-the weighted sum of what the experts make of them.
-
-Every step has a fixed order within a row, so no row depends on the others.
-"""
+"""Mixtures of experts on a CPU: the experts of each token, the pairs of tokens and experts sorted by expert, and the
+weighted sum of the experts' outputs. Every step has a fixed order within a row, so no row depends on the others."""
 
 from __future__ import annotations
 
@@ -17,12 +14,8 @@ from lopa_ascend.config import ExpertsConfig
 
 
 def route(logits: Tensor, bias: Tensor, sizes: ExpertsConfig) -> tuple[Tensor, Tensor]:
-    """The experts of each token int64 [T, per_token], and their weights float32 of the same shape.
-
-    Args:
-        logits: of the router, float32 [T, E].
-        bias: float32 [E].
-    """
+    """The experts of each token int64 [T, per_token], and their weights float32 of the same shape, from the router's
+    ``logits``, float32 [T, E], and ``bias``, float32 [E]."""
     scores = logits.neg().exp_().add_(1).reciprocal_()
     ranking = scores + bias
     if sizes.kept_groups < sizes.num_groups:
@@ -50,13 +43,8 @@ def by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
 
 
 def combined(outputs: Tensor, pairs: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sums [T, hidden] of the experts' outputs, in float32, rounded once.
-
-    Args:
-        outputs: [T * per_token, hidden], sorted by expert.
-        pairs: what ``by_expert`` returned.
-        weights: [T, per_token].
-    """
+    """The weighted sums [T, hidden] of the experts' outputs, in float32, rounded once. ``outputs``
+    [T * per_token, hidden] are sorted by expert; ``pairs`` are from ``by_expert``; ``weights`` are [T, per_token]."""
     places = pairs.argsort().view(weights.shape)
     total = torch.zeros(len(weights), outputs.shape[1])
     for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
@@ -68,8 +56,8 @@ def combined(outputs: Tensor, pairs: Tensor, weights: Tensor) -> Tensor:
 
 
 def call_moe(ops_number: int, x: Tensor, experts: Experts) -> Tensor:
-    """``moe`` as one op of the graph that is being traced, which does not look into it: how many tokens an expert
-    has differs from step to step."""
+    """``moe`` as one op of the traced graph, which does not look into it: how many tokens an expert has differs from
+    step to step."""
     e, s = experts, experts.sizes
     scales = (e.gate_up_scale, e.down_scale)
     sizes = [s.num_experts, s.per_token, s.num_groups, s.kept_groups, s.inner, s.shared_inner, s.first_layer]
@@ -90,7 +78,6 @@ def moe(  # noqa: PLR0913
     scale: float,
     ops_number: int,
 ) -> Tensor:
-    """``moe`` of the registered ops."""
     names = ("num_experts", "per_token", "num_groups", "kept_groups", "inner", "shared_inner", "first_layer")
     config = ExpertsConfig(**dict(zip(names, sizes, strict=True)), scale=scale)
     experts = Experts(config, router, bias, gate_up, down, gate_up_scale, down_scale)

@@ -31,12 +31,9 @@ _clear_caches = getattr(utils, "clear_caches", None) or utils.clear_inductor_cac
 class Inductor(CachingCompiler):
     """Fuses the operations between matrix products and attention, which stay as they are.
 
-    Args:
-        directory: that of inductor's own cache, for the whole process; None: inductor's default, or a temporary
-            one if others may write there. It keeps compiled code; steps are traced again in every process.
-
-    Raises:
-        ParameterError: others may write to ``directory``.
+    ``directory`` is inductor's own cache, for the whole process; None: inductor's default, or a temporary one if others
+    may write there. It keeps compiled code; steps are traced again in every process. ParameterError if others may write
+    to it.
     """
 
     mode = "inductor"
@@ -50,7 +47,6 @@ class Inductor(CachingCompiler):
         self._point_to_cache()
 
     def _point_to_cache(self) -> None:
-        """Tells inductor which directory to use."""
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._cache.path)
 
     def _abandon_cache(self, error: Exception) -> None:
@@ -85,14 +81,11 @@ def _default_cache() -> GraphCache:
 
 
 class UnguardedGraph:
-    """A compiled graph that is called without dynamo's guards.
-
-    Guards look at every weight before every call. A bucket needs none: its arguments are always the same, except for
-    the KV lengths.
-    """
+    """A compiled graph that is called without dynamo's guards, which look at every weight before every call. A bucket
+    needs none: its arguments are always the same, except for the KV lengths."""
 
     length_inputs: dict[int, int]
-    """The arguments of the graph that are KV lengths: by index of the argument, the index of the KV length."""
+    """The graph's arguments that are KV lengths: by index of the argument, the index of the KV length."""
 
     def __init__(self) -> None:
         self.length_inputs = {}
@@ -113,7 +106,6 @@ class UnguardedGraph:
         return first_call
 
     def run(self, kv_lengths: Sequence[int]) -> Tensor:
-        """Calls the graph with other KV lengths."""
         args = list(self._args)
         for argument, index in self.length_inputs.items():
             args[argument] = kv_lengths[index]
@@ -122,7 +114,7 @@ class UnguardedGraph:
 
 
 def _as_new_function(step: Step, name: str, tensors: Sequence[Tensor]) -> Run:
-    """The step as a function with a code object of its own: dynamo keeps compiled code by code object."""
+    """The step with a code object of its own, by which dynamo keeps compiled code."""
 
     def run(kv_lengths: Sequence[int]) -> Tensor:
         return step(tensors, kv_lengths)

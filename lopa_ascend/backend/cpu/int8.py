@@ -1,7 +1,7 @@
 """Products of quantised activations with int8, int4 and fp8 weights, in exact sums.
 
 Exact sums do not depend on their order, so every way to compute them gives the same bits, and no row depends on the
-rows around it. Sums of fp8 are exact in float64, which takes long. Of int8 it depends on the processor what is fast:
+rows around it. Sums of fp8 are exact in float64, which takes long. For int8 the processor decides what is fast:
 
 - With int8 instructions (VNNI, AMX on x86) the weight is packed, in the order in which oneDNN's kernels read it.
 - Without them float32 is fast: up to ``EXACT_TERMS`` products of int8 numbers add up to less than 2^24, so float32
@@ -24,21 +24,19 @@ FP8_TERMS = 1 << 17
 PIECE_ROWS = 1024
 """Rows of a weight that are converted to floats at a time, so that they stay in the cache."""
 INT4_PIECE_ROWS = 128
-"""The same of an int4 weight, whose products have a group more than those of an int8 one."""
+"""The same for an int4 weight, whose products have a group more."""
 SIGN_BIT = -128
-"""The bit that int8 and uint8 read differently: flipping it adds 128 to a number of int8, as uint8."""
+"""The bit that int8 and uint8 read differently: flipping it adds 128 to an int8 number, as uint8."""
 TRIAL_ROWS = 64
-"""Rows of activations in a trial."""
 
 
 def multiply_codes(codes: Tensor, weight: Tensor) -> Tensor:
-    """``multiply_int8`` or ``multiply_fp8``."""
     return multiply_fp8(codes, weight) if weight.dtype == FP8 else multiply_int8(codes, weight)
 
 
 def multiply_fp8(codes: Tensor, weight: Tensor) -> Tensor:
     """fp8 codes [T, in] times the transpose of an fp8 weight [out, in] -> float32 [T, out]: the exact sums, each
-    rounded once. See ``definition.quant_linear``."""
+    rounded once (``definition.quant_linear``)."""
     assert weight.shape[1] <= FP8_TERMS
     wide, out = codes.double(), codes.new_empty(len(codes), len(weight), dtype=torch.float32)
     for first in range(0, len(weight), PIECE_ROWS):
@@ -54,7 +52,7 @@ def multiply_int8(codes: Tensor, weight: Tensor) -> Tensor:
 
 
 def multiply_float32(codes: Tensor, weight: Tensor) -> Tensor:
-    """The product by float32 products of at most ``EXACT_TERMS`` terms, which are added as integers."""
+    """``multiply_int8`` by float32 products of at most ``EXACT_TERMS`` terms, which are added as integers."""
     wide = codes.float()
     if weight.shape[1] <= EXACT_TERMS:
         out = wide.new_empty(codes.shape[0], weight.shape[0])
@@ -94,11 +92,8 @@ def pack_int8(weight: Tensor) -> Tensor:
 
 
 def multiply_packed(codes: Tensor, weight: Tensor) -> Tensor:
-    """The product with a weight that ``pack_int8`` has made.
-
-    The instructions want activations without a sign: 128 is added to them, and oneDNN takes 128 times the sum of the
-    weights off again, in integers.
-    """
+    """The product with a weight from ``pack_int8``. The instructions want activations without a sign: 128 is added to
+    them, and oneDNN takes 128 times the sum of the weights off again, in integers."""
     outputs = weight.shape[1]
     no_scale, no_zero = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int64)
     unsigned = codes.bitwise_xor(SIGN_BIT).view(torch.uint8)
@@ -118,9 +113,9 @@ def packs_exactly(shape: torch.Size) -> bool:
 
 
 def trial_numbers(shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Activations int8 [TRIAL_ROWS, in] and a weight int8 [out or PIECE_ROWS, in], for a trial of weights of a shape
-    [out, in]: random ones of the whole range, and rows of activations with the signs of rows of the weight, so that
-    sums become as large as they can."""
+    """Activations int8 [TRIAL_ROWS, in] and a weight int8 [out or PIECE_ROWS, in], to try weights of a shape [out, in]:
+    random ones of the whole range, and rows of activations with the signs of rows of the weight, so that sums become as
+    large as they can."""
     generator = torch.Generator().manual_seed(0)
     num_outputs, num_inputs = min(shape[0], PIECE_ROWS), shape[1]
     weight = torch.randint(-128, 128, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)

@@ -26,11 +26,8 @@ from lopa_ascend.backend.interface import FP8, Entries, Experts, Int4Weight, Sha
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep the memory that a step frees for the next step.
-
-    The tensors of a step are just above the size from which glibc returns memory to the system, and every step would
-    take page faults to get it back.
-    """
+    """Makes glibc keep the memory that a step frees for the next step: a step's tensors are just above the size from
+    which glibc returns memory to the system, and every step would take page faults to get it back."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mmap_threshold, trim_threshold = -3, -1
@@ -48,13 +45,9 @@ def quantize_float32_(x: Tensor, codes: torch.dtype = torch.int8) -> tuple[Tenso
 
 
 class CpuOps:
-    """``Ops`` on a CPU.
-
-    Args:
-        packs_weights: ``packed`` packs weights where that is faster. Compiled steps cannot read packed weights.
-        multiply_blocks: a linear layer with weights in blocks, whose rows do not depend on one another; None: weights
-            are not packed so.
-    """
+    """``Ops`` on a CPU. ``packs_weights``: ``packed`` packs weights if that is faster, but compiled steps cannot read
+    them. ``multiply_blocks``: a linear layer with weights in blocks, with independent rows; None: weights are not
+    packed so."""
 
     row_stats = None
     rope_and_write = None
@@ -103,7 +96,6 @@ class CpuOps:
         return found
 
     def _exact_way(self, weight: Tensor) -> str:
-        """How a quantised weight is multiplied, in a word."""
         if weight.dtype == FP8:
             return "float64"
         return "packed int8" if weight.is_mkldnn else "float32"
@@ -151,7 +143,6 @@ class CpuOps:
         return combined(torch.cat(outputs), pairs, weights)
 
     def _expert(self, x: Tensor, experts: Experts, number: int) -> Tensor:
-        """The MLP of one expert."""
         gate_up, down = experts.gate_up[number], experts.down[number]
         if experts.gate_up_scale is not None:
             products = self.quant_linear(*self.quantize(x), gate_up, experts.gate_up_scale[number], None, x.dtype)

@@ -13,19 +13,17 @@ from lopa_ascend.backend.cpu.products import takes_packed
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 UNCAPPED = ("", "ALL", "DEFAULT")
-"""Values of ONEDNN_MAX_CPU_ISA that allow all instructions."""
 CPU_INFO = Path("/proc/cpuinfo")
-"""Where Linux says who made the processor."""
 
 
 class Bfloat16Instructions(IntEnum):
-    """Instructions by which the kernel for linear layers multiplies (``native/bf16.cpp``, which has the same order)."""
+    """Instructions of the kernel for linear layers (``native/bf16.cpp``, which has the same order)."""
 
     AVX2, AVX512, AVX512_BF16, AMX = range(4)
 
 
 def bfloat16_instructions() -> Bfloat16Instructions | None:
-    """The fastest ones that this processor has and the caps of torch and oneDNN allow; None if there are none."""
+    """The fastest ones that this processor has and the caps of torch and oneDNN allow."""
     capability = torch.backends.cpu.get_cpu_capability()  # ATEN_CPU_CAPABILITY caps it
     cap = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
     is_uncapped = cap in UNCAPPED
@@ -53,11 +51,9 @@ def emulated_dtypes() -> frozenset[torch.dtype]:
 
 
 def packed_dtypes() -> frozenset[torch.dtype]:
-    """Dtypes in which products with packed weights are faster on this processor.
-
-    oneDNN multiplies packed weights, and MKL plain float32 ones. On an AMD EPYC with AVX-512 (Zen 5) MKL reached less
-    than half of oneDNN's speed; on Intel's processors the two were not compared, and MKL is kept.
-    """
+    """Dtypes in which products with packed weights are faster on this processor. oneDNN multiplies packed weights, and
+    MKL plain float32 ones. On an AMD EPYC with AVX-512 (Zen 5) MKL reached less than half of oneDNN's speed; on Intel's
+    processors the two were not compared, and MKL is kept."""
     if not IS_X86 or not torch.backends.mkldnn.is_available():
         return frozenset()
     dtypes = set()
@@ -69,7 +65,6 @@ def packed_dtypes() -> frozenset[torch.dtype]:
 
 
 def _may_be_from_intel() -> bool:
-    """Whether Intel made this processor, or the system does not say who made it."""
     return not CPU_INFO.exists() or "GenuineIntel" in CPU_INFO.read_text()
 
 
@@ -79,10 +74,8 @@ def has_int8_instructions() -> bool:
 
 
 def int8_instructions() -> str | None:
-    """The fastest instructions of this processor by which the kernels multiply int8 numbers: "amx", "vnni" or "avx2".
-
-    The caps of torch (ATEN_CPU_CAPABILITY) hold for them too, and oneDNN's (ONEDNN_MAX_CPU_ISA) for AMX.
-    """
+    """The fastest instructions by which the kernels multiply int8 numbers: "amx", "vnni" or "avx2". torch's cap
+    (ATEN_CPU_CAPABILITY) holds for them too, and oneDNN's (ONEDNN_MAX_CPU_ISA) for AMX."""
     capability = torch.backends.cpu.get_cpu_capability()
     if not IS_X86 or capability not in ("AVX2", "AVX512"):
         return None

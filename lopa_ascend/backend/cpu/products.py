@@ -2,13 +2,13 @@
 
 A matrix library picks its kernel, and with it the order of its sums, by the number of rows. So the same row can get
 other bits alone than among others. With float32 and at least ``MIN_ROWS`` rows that was not seen; oneDNN's bfloat16
-kernels for AMX do it. Therefore each weight is tried at start. Where rows differ, the library is always given the same
-number of rows: kernels are then always the same, at the price of rows of padding.
+kernels for AMX do it. Therefore each weight is tried at start. If rows differ, the library always gets the same number
+of rows: kernels are then always the same, at the price of rows of padding.
 
 A weight may be packed: oneDNN then keeps it in the order in which its kernels read it, instead of reordering it in
 every call. In bfloat16 that gave the same bits on an AMD EPYC (Zen 4), and a product of few rows took 10 to 30 % less
-time. In float32 plain weights are multiplied by MKL, which sums in another order; on an AMD EPYC (Zen 5) products with
-packed ones took 0.3 to 0.7 of the time.
+time. In float32 MKL multiplies plain weights and sums in another order; on an AMD EPYC (Zen 5) products with packed
+ones took 0.3 to 0.7 of the time.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ logger = logging.getLogger(__name__)
 MIN_ROWS = 16
 """With fewer rows MKL takes kernels that sum in another order, and a row would depend on how many there are."""
 ROW_COUNTS = (16, 17, 23, 32, 33, 47, 64, 100, 128, 200, 256, 300, 512, 700, 1000)
-"""Numbers of rows that are tried: each row must have the bits that it has among ``MOST_ROWS``."""
+"""Tried numbers of rows: each row must have the bits that it has among ``MOST_ROWS``."""
 MOST_ROWS = 1024
-"""Rows of the product that the others are compared with."""
 MOST_OUTPUTS = 16384
-"""Outputs of a weight that are tried. With all outputs of a large vocabulary a start would take a minute longer."""
+"""Tried outputs of a weight. With all outputs of a large vocabulary a start would take a minute longer."""
 PIECES = (64, 128, 256, 512)
 """Numbers of rows to compute at a time, the preferred ones first. A small one pads small steps less."""
 BLOCK = 32
@@ -40,21 +39,17 @@ WIDENED_ROWS = 1024
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """The library's ``linear(x, weight, bias)``."""
 Kind = tuple[torch.Size, torch.dtype, bool]
-"""(shape of a weight, dtype, whether it is packed): what the library picks a kernel by, besides the number of rows."""
+"""(shape of a weight, dtype, whether it is packed): by these and the number of rows the library picks a kernel."""
 
 
 def divides_into_blocks(weight: Tensor) -> bool:
-    """Whether ``in_blocks`` takes a weight."""
     return weight.dtype == torch.bfloat16 and not any(size % BLOCK for size in weight.shape[-2:])
 
 
 def in_blocks(weight: Tensor) -> Tensor:
-    """Weights [..., out, in] in bfloat16 in the order in which the kernel in C++ reads them.
-
-    Returns:
-        [..., out / BLOCK, in / BLOCK, BLOCK, BLOCK]. A block has two halves of its outputs, with a row for each pair of
-        inputs, and in it that pair of each output.
-    """
+    """Weights [..., out, in] in bfloat16 in the order in which the kernel in C++ reads them. The result is
+    [..., out / BLOCK, in / BLOCK, BLOCK, BLOCK]. A block has two halves of its outputs, with a row for each pair of
+    inputs, and in it that pair of each output."""
     *rest, outputs, inputs = weight.shape
     lanes, pairs = BLOCK // 2, weight.contiguous().view(torch.int32)
     blocks = pairs.view(-1, 2, lanes, inputs // BLOCK, lanes).permute(0, 3, 1, 4, 2).contiguous()
@@ -68,7 +63,6 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``linear(x, weight, bias)`` with a weight that ``pack`` has made."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product
 
@@ -83,26 +77,19 @@ def takes_packed(dtype: torch.dtype) -> bool:
 
 
 class Products:
-    """The linear layers of one process.
-
-    Args:
-        emulated: dtypes that are multiplied in float32.
-        multiply: the library's linear layer, of weights that are not packed.
-    """
+    """The linear layers of one process. ``emulated`` dtypes are multiplied in float32; ``multiply`` is the library's
+    linear layer, for weights that are not packed."""
 
     def __init__(self, emulated: Iterable[torch.dtype], multiply: Multiply):
         self._emulated = frozenset(emulated)
         self._multiply = multiply
         self._rows_at_a_time: dict[Kind, int | None] = {}
-        """By kind of weight the number of rows of every call. 0: any number from ``MIN_ROWS``; None: any, because no
+        """By kind of weight, the number of rows of every call. 0: any number from ``MIN_ROWS``; None: any, because no
         number makes rows independent."""
 
     def settle(self, weights: Iterable[Tensor]) -> str:
-        """Tries how rows depend on one another for weights [out, in], and decides how each kind is computed.
-
-        Returns:
-            The finding, in words.
-        """
+        """Tries how rows depend on one another for weights [out, in], and decides how each kind is computed; returns
+        the finding in words."""
         for weight in weights:
             is_emulated = weight.dtype in self._emulated
             dtype = torch.float32 if is_emulated else weight.dtype
@@ -123,7 +110,6 @@ class Products:
         return "rows are independent"
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, in] times the transpose of weight [out, in], plus bias [out] -> [T, out]."""
         if weight.dtype not in self._emulated:
             return self._product(x, weight, bias)
         wide, out = x.float(), x.new_empty(x.shape[0], weight.shape[0])
@@ -144,14 +130,13 @@ class Products:
         return self._call(padded, weight, bias)[:rows]
 
     def in_pieces(self, x: Tensor, weight: Tensor, bias: Tensor | None, at_a_time: int) -> Tensor:
-        """The product with so many rows in every call of the library, the last of which has rows of padding."""
+        """The product with ``at_a_time`` rows in every call of the library, the last one padded."""
         rows = x.shape[0]
         padded = F.pad(x, (0, 0, 0, -rows % at_a_time))
         pieces = [self._call(piece, weight, bias) for piece in padded.split(at_a_time)]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[:rows]
 
     def _call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """One call of the library."""
         return multiply_packed(x, weight, bias) if weight.is_mkldnn else self._multiply(x, weight, bias)
 
     # ---- trying ----------------------------------------------------------------------------------------------------
@@ -178,7 +163,7 @@ class Products:
         return None
 
     def _same_rows(self, x: Tensor, whole: Tensor, weight: Tensor, count: int) -> bool:
-        """Whether some rows have the bits alone that they have among all, where they lie at other places."""
+        """Whether some rows have the same bits alone as among all, where they lie at other places."""
         first = (len(x) - count) // 2 + 1
         rows = slice(first, first + count)
         return torch.equal(self._call(x[rows], weight, None), whole[rows])

@@ -1,8 +1,5 @@
-"""The CUDA backend: the only package that imports Triton.
-
-With ``TRITON_INTERPRET=1`` in the environment Triton interprets the kernels on tensors of the CPU. Then this backend
-needs no GPU, and is slow: that is how its tests run.
-"""
+"""The CUDA backend: the only package that imports Triton. With ``TRITON_INTERPRET=1`` in the environment Triton
+interprets the kernels on tensors of the CPU, as its tests do: then this backend needs no GPU, and is slow."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ CAPABILITY = (8, 0)
 FP8_CAPABILITIES = (8, 9), (9, 0), (10, 0)
 """Those for which torch multiplies float8 with a scale for each row and output (RTX 40 and L40S, H100, B200)."""
 FP8_MULTIPLE = 16
-"""What it needs the inputs and outputs of a weight to be multiples of."""
+"""Inputs and outputs of a float8 weight must be multiples of this."""
 INTERPRETED = "TRITON_INTERPRET"
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -166,7 +163,7 @@ class Cuda(Device):
 
 
 def driver_version(file: Path = DRIVER) -> str | None:
-    """The version of NVIDIA's driver, such as "580.65.06"; None if its file does not tell it."""
+    """The version of NVIDIA's driver, e.g. "580.65.06"; None if its file does not tell it."""
     try:
         found = re.search(r"^NVRM version:.*?\b(\d+\.\d+(?:\.\d+)?)\b", file.read_text(), re.MULTILINE)
     except OSError:
@@ -175,11 +172,7 @@ def driver_version(file: Path = DRIVER) -> str | None:
 
 
 def _load_launcher() -> None:
-    """Lets Triton compile what launches its kernels, which it would do at the first launch.
-
-    Raises:
-        ParameterError: it cannot.
-    """
+    """Lets Triton compile its launcher now instead of at the first launch. ParameterError if it cannot."""
     import triton
 
     try:
@@ -193,22 +186,14 @@ def _load_launcher() -> None:
 
 
 def check_capability(name: str, capability: tuple[int, int]) -> None:
-    """Refuses a GPU that is too old.
-
-    Raises:
-        ParameterError: says which one it is.
-    """
+    """Raises ParameterError for a GPU that is too old."""
     if capability < CAPABILITY:
         found, needed = (".".join(map(str, version)) for version in (capability, CAPABILITY))
         raise _refusal(f"{name} has compute capability {found}", f"it needs {needed} (A100) or newer")
 
 
 def check_fp8_capability(name: str, capability: tuple[int, int]) -> None:
-    """Refuses a GPU for which torch has no products of float8 with row-wise scales.
-
-    Raises:
-        ParameterError: says which one it is.
-    """
+    """Raises ParameterError for a GPU for which torch has no products of float8 with row-wise scales."""
     if capability not in FP8_CAPABILITIES:
         found, *needed = (".".join(map(str, version)) for version in (capability, *FP8_CAPABILITIES))
         message = f"fp8 weights need a GPU of compute capability {' or '.join(needed)}, and {name} has {found}"
@@ -216,11 +201,7 @@ def check_fp8_capability(name: str, capability: tuple[int, int]) -> None:
 
 
 def _check_fp8(model: ModelConfig, ranks: int, path: str, *, any_dtype: bool) -> None:
-    """Refuses a model that the products of float8 do not take.
-
-    Raises:
-        ParameterError: says why.
-    """
+    """Raises ParameterError for a model that the products of float8 do not take."""
     if model.dtype != "bfloat16" and not any_dtype:
         raise ParameterError("dtype", f"fp8 weights on device cuda need dtype bfloat16, got {model.dtype}")
     heads, kv_heads = model.local_heads(ranks), model.local_kv_heads(ranks)

@@ -27,17 +27,13 @@ WhileWaiting = Callable[[float], None]
 
 
 class Event(Protocol):
-    """What ``torch.cuda.Event`` offers: whether the device has done what was launched before it was recorded."""
+    """Like ``torch.cuda.Event``: whether the device has done what was launched before the event was recorded."""
 
     def query(self) -> bool: ...
 
 
 def wait_for(event: Event, while_waiting: WhileWaiting) -> None:
-    """Waits for a recorded event. Not by its own ``synchronize``: NCCL's kernels wait for a dead peer for ever.
-
-    Args:
-        while_waiting: see ``Group.while_waiting``.
-    """
+    """Waits for a recorded event. Not by its own ``synchronize``: NCCL's kernels wait for a dead peer for ever."""
     begin = time.monotonic()
     while not event.query():
         while_waiting(time.monotonic() - begin)
@@ -52,15 +48,12 @@ class Capture(Protocol):
         ...
 
     def capture(self, launch: Launch) -> tuple[Callable[[], None], Tensor]:
-        """Records what a step launches, without running it.
-
-        Returns:
-            A function that runs it all again, and the tensor in which the step's result then lies.
-        """
+        """Records what a step launches, without running it. Returns a function that runs it all again, and the tensor
+        in which the step's result then lies."""
         ...
 
     def wait(self, while_waiting: WhileWaiting = lambda seconds: None) -> None:
-        """Waits until the device has done all that was launched; see ``wait_for``."""
+        """Waits until the device has done all that was launched (``wait_for``)."""
         ...
 
     def reserved(self) -> int:
@@ -73,7 +66,7 @@ class Capture(Protocol):
 
 
 class StreamCapture:
-    """Captures on a stream of its own: memory of one pool is shared only by captures on the same stream."""
+    """Captures on a stream of its own: only captures on the same stream share a pool's memory."""
 
     def __init__(self) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
@@ -113,11 +106,7 @@ class StreamCapture:
 
 
 class CudaGraphs(Compiler):
-    """Captures buckets as CUDA graphs.
-
-    Args:
-        capture: of this process's GPU.
-    """
+    """Captures buckets as CUDA graphs of this process's GPU."""
 
     mode, rehearses, packs = "cuda_graphs", True, True
 
@@ -125,7 +114,6 @@ class CudaGraphs(Compiler):
         super().__init__()
         self._capture = capture
         self._rehearsed = set[str]()
-        """Names of buckets."""
 
     def rehearse(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> None:
         lengths = _on_device(kv_lengths, tensors)
@@ -159,7 +147,6 @@ class CudaGraphs(Compiler):
         return output
 
     def _wait(self) -> None:
-        """Waits until the device has done all that was launched."""
         self._capture.wait(self.while_waiting)
 
     def replayed(self, launch: Launch) -> Tensor:
@@ -178,20 +165,14 @@ class CudaGraphs(Compiler):
 
 
 def _on_device(kv_lengths: Sequence[int], tensors: Sequence[Tensor]) -> Tensor:
-    """KV lengths, int32, where the tensors of a bucket are."""
+    """KV lengths, int32, on the device of a bucket's tensors."""
     return torch.tensor(kv_lengths, dtype=torch.int32).to(tensors[0].device)
 
 
 class CudaGraphRun:
-    """A ``Run`` that replays a captured step with other KV lengths.
-
-    Args:
-        launch: the function that was captured. It holds the tensors whose memory the graph uses.
-        replay: runs the captured step.
-        output: where its result then lies.
-        lengths: from where it reads its KV lengths, int32.
-        kv_lengths: what ``lengths`` holds.
-    """
+    """A ``Run`` that replays a captured step with other KV lengths. ``launch``, the captured function, holds the
+    tensors whose memory the graph uses. A replay leaves its result in ``output`` and reads KV lengths from ``lengths``,
+    int32, which hold ``kv_lengths`` now."""
 
     def __init__(
         self, launch: Launch, replay: Callable[[], None], output: Tensor, lengths: Tensor, kv_lengths: list[int]

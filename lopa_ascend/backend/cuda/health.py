@@ -1,4 +1,4 @@
-"""How the GPUs of this machine are, by nvidia-smi: NVML's own command, which comes with the driver. Needs neither torch
+"""Health of this machine's GPUs, by nvidia-smi: NVML's own command, which comes with the driver. Needs neither torch
 nor a context on a GPU."""
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MEASURES: tuple[tuple[str, str, str, Callable[[float], float]], ...] = (
         float,
     ),
 )
-"""What nvidia-smi is asked for; the name and the text of its gauge; and the gauge's value from what it prints."""
+"""nvidia-smi's query; the name and the text of its gauge; and the gauge's value from the answer."""
 
 
 def gauges(ask: Ask) -> list[Gauge]:
-    """What is measured of GPUs, by nvidia-smi's numbers: those of the PCI bus, whatever CUDA_VISIBLE_DEVICES hides.
+    """Measures of GPUs, by nvidia-smi's numbers: those of the PCI bus, whatever CUDA_VISIBLE_DEVICES hides.
 
     Raises:
         OSError, subprocess.SubprocessError: nvidia-smi is missing, fails or hangs.

@@ -1,10 +1,10 @@
 """The Triton kernels of the CUDA backend.
 
 Every kernel computes in float32 and rounds once, as ``backend/cpu/definition.py`` says, and no row or attention entry
-depends on those beside it: a program handles whole rows, or a tile whose rows are products and sums of their own.
-Letters for sizes are those of ``backend/interface.py``. Sizes that change from step to step are not specialised, nor is
-the alignment of what may begin at any row, so that serving compiles nothing. Those of a model are: only if a row is
-known to begin at a multiple of 16 bytes does Triton load so many at a time.
+depends on those beside it: a program handles whole rows, or a tile whose rows are products and sums of their own. Sizes
+have the letters of ``backend/interface.py``. Sizes that change from step to step are not specialised, nor is the
+alignment of what may begin at any row, so that serving compiles nothing. A model's sizes are: only if a row is known to
+begin at a multiple of 16 bytes does Triton load so many at a time.
 """
 
 # Triton reads the annotations, so they must not become texts: no "from __future__ import annotations" here.
@@ -22,14 +22,14 @@ def magnitudes(x):
 
 @triton.jit
 def scale_of(largest, codes):
-    """The scale of a row whose largest magnitude is given, in the number format of a tensor of codes."""
+    """The scale of a row with this largest magnitude, in the number format of a tensor of codes."""
     return tl.div_rn(largest, 127.0 if codes.dtype.element_ty == tl.int8 else 448.0)
 
 
 @triton.jit
 def as_codes(x, scale, codes):
     """x / scale in the number format of ``codes``, rounded half to even: beside 1.5 * 2^23 a float32 has no room for a
-    fraction. Of float8 e4m3 the last place is 2^-3 of the power of 2 below the number, but at least 2^-9; the
+    fraction. In float8 e4m3 the last place is 2^-3 of the power of 2 below the number, but at least 2^-9; the
     conversion, which in Triton's interpreter drops carries, then rounds nothing."""
     quotient = tl.div_rn(x, tl.where(scale == 0, 1.0, scale) + tl.zeros_like(x))
     if codes.dtype.element_ty == tl.int8:
@@ -87,8 +87,8 @@ def swiglu_rows(gate_up, out, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def quantize_rows(x, codes, scales, size, GATES: tl.constexpr, BLOCK: tl.constexpr):
-    """One row of x as codes, or of SwiGLU of x if GATES. It is read twice, for its scale and for its codes: the second
-    time from the cache, so that a row of any length fits into registers."""
+    """One row of x as codes, or of SwiGLU of x if GATES. It is read twice, the second time from the cache, so that a
+    row of any length fits into registers."""
     row = tl.program_id(0).to(tl.int64)
     largest = 0.0
     for begin in range(0, size, BLOCK):
@@ -116,10 +116,8 @@ def rotate_heads(
     x, weight, cos, sin, out, first, heads, eps,
     HALF: tl.constexpr, ANGLE_STRIDE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Rotates BLOCK_HEADS heads from ``first`` on of one token, and norms each before if there is a weight.
-
-    x, out: [heads, 2 * HALF]. cos, sin: of the first head [HALF]; of the next one ANGLE_STRIDE further.
-    """
+    """Rotates BLOCK_HEADS heads from ``first`` on of one token, and norms each before if there is a weight. x, out:
+    [heads, 2 * HALF]. cos, sin: of the first head [HALF]; of the next one ANGLE_STRIDE further."""
     head = first + tl.arange(0, BLOCK_HEADS)[:, None]
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     inside = (head < heads) & (pair < HALF)
@@ -294,13 +292,14 @@ def multiply_experts(
     SHARE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the products of pairs of a token and an expert, with the transpose of that expert's weight [outputs,
-    inputs]. A tile has pairs of one expert; its row of x is that of the pair / SHARE, its row of ``out`` the pair's.
+    """A tile of the products of pairs of a token and an expert, with the transpose of that expert's weight
+    [outputs, inputs]. A tile has pairs of one expert. It reads row pair / SHARE of x, and writes the pair's row of
+    ``out``.
 
     scales: of the rows of x, float32, if x and the weight are int8; then ``weight_scales`` are [EXPERTS, outputs].
-    order: the pairs, sorted by expert [pairs].
-    ends: how many pairs the experts up to each have together, int32 [EXPERTS]. They lie on the device, so the grid has
-        as many programs as there can be tiles, and those without a tile return.
+    order: the pairs, sorted by expert [pairs]. ends: how many pairs the experts up to each have together, int32
+    [EXPERTS]. They lie on the device, so the grid has as many programs as there can be tiles, and those without a tile
+    return.
     """
     number = tl.arange(0, BLOCK_EXPERTS)
     is_expert = number < EXPERTS
@@ -359,8 +358,8 @@ def attend_part(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Attention of the rows of a tile over the keys ``begin`` to ``end``: the largest score of each row, the sum of the
-    powers of 2 of what the scores are below it, and the sum of the values with these weights."""
+    """Attention of the rows of a tile over the keys ``begin`` to ``end``: the largest score of each row, the sum of
+    2^(score - largest), and the sum of the values with these weights."""
     d = tl.arange(0, BLOCK_DIM)
     key = tl.arange(0, BLOCK_KEYS)
     # Not -inf, which cannot be subtracted from itself.
@@ -387,7 +386,7 @@ def attend_part(
 
 @triton.jit
 def merge_parts(highest, total, mixed, next_highest, next_total, next_mixed):
-    """What ``attend_part`` returns for some keys, and for those of the next part, for both together."""
+    """Joins the results of ``attend_part`` for some keys and for the next part."""
     higher = tl.maximum(highest, next_highest)
     fade, next_fade = tl.exp2(highest - higher), tl.exp2(next_highest - higher)
     total = total * fade + next_total * next_fade

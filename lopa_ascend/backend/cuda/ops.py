@@ -1,8 +1,6 @@
-"""The fused ops on an NVIDIA GPU: cuBLAS for float products, Triton kernels for the rest.
-
-KV lengths, page tables and cache positions lie in device memory, where the kernels read them. So a captured step takes
-other KV lengths without being changed.
-"""
+"""The fused ops on an NVIDIA GPU: cuBLAS for float products, Triton kernels for the rest. KV lengths, page tables and
+cache positions lie in device memory, where the kernels read them. So a captured step takes other KV lengths without
+being changed."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from lopa_ascend.backend.cuda.graphs import wait_for
 from lopa_ascend.backend.interface import FP8, Entries, Experts, Int4Weight, RowStats
 
 SWIGLU_COLUMNS = 1024
-"""Columns of a program of SwiGLU."""
+"""Of a program."""
 QUANTIZED_COLUMNS = 2048
 """Columns that quantisation handles at a time."""
 SCORED_COLUMNS = 4096
@@ -38,14 +36,14 @@ decoding step an expert has fewer, and its weights take longer to read than the 
 SUMMED_COLUMNS = 1024
 """Columns of a program that adds up experts."""
 MOST_DIM = 128
-"""Elements of a head, of 2 bytes, up to which a tile has so many rows and keys. Of more, and in float32, it has half of
-each: then it fits into the 99 KiB of an RTX, and into registers."""
+"""Elements of a head, of 2 bytes, up to which a tile has so many rows and keys. For more, and in float32, it has half
+of each: then it fits into the 99 KiB of an RTX, and into registers."""
 PART_KEYS = 512
 """Keys that attention sums on their own before it merges them with those before, whoever merges."""
 FEW_PROGRAMS = 128
-"""Programs of which attention has too few for the multiprocessors of a GPU, 108 to 148: then they share the parts."""
+"""Programs of attention too few for a GPU's multiprocessors, 108 to 148: then they share the parts."""
 MOST_SHARED = 1024
-"""Programs and parts up to which they do: a part takes 64 KiB in float32."""
+"""Most programs and parts to share: a part takes 64 KiB in float32."""
 MERGED_ROWS = 16
 """Rows of a program that merges parts."""
 ROTATED_HEADS = 8
@@ -75,12 +73,7 @@ class _Plan(NamedTuple):
 
 
 class CudaOps:
-    """``Ops`` on a GPU, or in Triton's interpreter on a CPU.
-
-    Args:
-        device: where the tensors of all calls lie. The kernels run there as they do everywhere: on a CPU Triton must
-            interpret them.
-    """
+    """``Ops`` on a GPU, or in Triton's interpreter on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -395,13 +388,9 @@ def _expert_products(
     share: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """A row for each pair of a token and an expert -> [pairs, outputs].
-
-    Args:
-        x: a row for ``share`` pairs that follow one another, and its scale if it is int8.
-        weight: of all experts [E, outputs, inputs], and the scales of its outputs if it is int8.
-        pairs: ``order`` and ``ends`` of ``kernels.multiply_experts``.
-    """
+    """A row for each pair of a token and an expert -> [pairs, outputs]. x: a row for ``share`` pairs that follow one
+    another, and its scale if it is int8. weight: of all experts [E, outputs, inputs], and the scales of its outputs if
+    it is int8. pairs: ``order`` and ``ends`` of ``kernels.multiply_experts``."""
     (rows, scales), (order, ends) = x, pairs
     number, outputs, inputs = weight[0].shape
     count = len(order)

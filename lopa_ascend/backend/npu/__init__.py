@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MIN_GROUP = 2
 """The kernel of routing takes groups of more experts than these."""
 TND_HEADS = range(16, 257, 16)
-"""Elements of the heads that attention takes in the layouts TND and TND16 by its source (ops-transformer, the tiling of
+"""Head dimensions that attention takes in the layouts TND and TND16 by its source (ops-transformer, the tiling of
 fused_infer_attention_score); its documents name 128 and 192."""
 
 
@@ -33,7 +33,7 @@ class Npu(Device):
 
     def open(self) -> None:
         """Kernels are then taken as they are installed, instead of being compiled for each new shape, and tensors keep
-        the ND format, which is what the ops of this project take."""
+        the ND format, which the ops of this project take."""
         check_installed("eager")
         from torch_npu import npu
 

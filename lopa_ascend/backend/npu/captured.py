@@ -1,9 +1,9 @@
 """Captured ACL graphs, and the KV lengths of their attention tasks.
 
 A captured attention task waits for an event before each run, so that its arguments can be changed while the graph runs.
-It keeps the arguments that it was given last. So where lengths are those of the graph's last replay, the host only
-records the event; to give a task other lengths, the host prepares its launch anew, which takes far longer (see
-docs/ascend.md, Host time of a replay). A thread of its own can do that while this one starts the replay.
+It keeps its last arguments. So if lengths are those of the graph's last replay, the host only records the event; to
+give a task other lengths, the host prepares its launch anew, which takes far longer (see docs/ascend.md, Host time of a
+replay). A thread of its own can do that while this one starts the replay.
 """
 
 from __future__ import annotations
@@ -23,16 +23,13 @@ from lopa_ascend.backend.compiler import GraphError
 from lopa_ascend.backend.npu.profiler import mark
 
 KV_LENGTHS = "actual_seq_lengths_kv"
-"""The argument of the attention kernel that holds the KV lengths of its entries."""
+"""The attention kernel's argument with the KV lengths of its entries."""
 
 
 class Graph(npu.NPUGraph):  # type: ignore[misc]
-    """An ACL graph that can be captured and replayed in inference mode and outside it.
-
-    All graphs of a device share the two tensors of its random state. torch_npu 2.10 makes them at the first capture, in
-    the mode of that capture, and fills them at each capture and replay. Outside inference mode it could not fill
-    tensors that were made in it.
-    """
+    """An ACL graph that can be captured and replayed in inference mode and outside it. All graphs of a device share the
+    two tensors of its random state. torch_npu 2.10 makes them at the first capture, in that capture's mode, and fills
+    them at each capture and replay. Outside inference mode it could not fill tensors that were made in it."""
 
     def capture_begin(self, *args: Any, **options: Any) -> None:
         with torch.inference_mode(False):
@@ -42,7 +39,7 @@ class Graph(npu.NPUGraph):  # type: ignore[misc]
 @contextmanager
 def capturing(**options: Any) -> Iterator[Graph]:
     """Captures a graph by ``npu.graph`` with these options. If the capture fails, ops are dispatched and launched as
-    before: torch_npu leaves its own dispatch and its stream behind where the end of a capture raises."""
+    before: torch_npu leaves its own dispatch and its stream behind if the end of a capture raises."""
     graph, stream = Graph(), npu.current_stream()
     try:
         with npu.graph(graph, **options):
@@ -56,20 +53,11 @@ def capturing(**options: Any) -> Iterator[Graph]:
 
 
 class CapturedRun:
-    """A ``Run`` that replays a captured graph with other KV lengths.
+    """A ``Run`` that replays a captured graph with other KV lengths than the capture's, ``kv_lengths``.
 
-    Attributes:
-        in_thread: whether a thread of its own gives the tasks their lengths while this one starts the replay.
-
-    Args:
-        graph: the captured graph.
-        captured: the function that was captured. It holds the tensors whose memory the graph uses.
-        output: what every replay writes its result to.
-        name: name of the bucket, for messages.
-        kv_lengths: the KV lengths during the capture.
-
-    Raises:
-        GraphError: the tasks take the lengths in another way than ``ranges_of_lengths`` says.
+    With ``in_thread`` a thread of its own gives the tasks their lengths while this one starts the replay. ``captured``,
+    the captured function, holds the tensors whose memory the graph uses; every replay writes its result to ``output``.
+    GraphError if the tasks take the lengths in another way than ``ranges_of_lengths`` says.
     """
 
     def __init__(
@@ -100,7 +88,7 @@ class CapturedRun:
 
     @torch.inference_mode()
     def _release_all(self, kv_lengths: Sequence[int]) -> None:
-        """Lets all attention tasks of the replay that is being started go on, with these lengths."""
+        """Lets all attention tasks of the starting replay go on, with these lengths."""
         # Neither tasks nor events may change before the previous replay is over: it may still wait for them.
         self._update_stream.wait_event(self._done)
         with npu.stream(self._update_stream), mark("update"):
@@ -108,11 +96,8 @@ class CapturedRun:
                 self._release(task, list(kv_lengths[taken_range]))
 
     def _release(self, task: Any, kv_lengths: list[int]) -> None:
-        """Lets an attention task of the running graph go on, with these lengths.
-
-        Args:
-            task: torch_npu's record of the task: its event, its handle, and the op with the arguments it has now.
-        """
+        """Lets an attention task of the running graph go on, with these lengths. ``task`` is torch_npu's record: event,
+        handle, and the op with its present arguments."""
         if task.kwargs[KV_LENGTHS] != kv_lengths:
             npu.graph_task_update_begin(self._update_stream, task.handle)
             task.kwargs[KV_LENGTHS] = kv_lengths
@@ -128,17 +113,8 @@ def update_thread(device: int) -> ThreadPoolExecutor:
 
 
 def ranges_of_lengths(graph: npu.NPUGraph, name: str, kv_lengths: list[int]) -> list[slice]:
-    """Which KV lengths of a step each attention task of its graph takes: in every layer, the tasks together take all
-    lengths in order.
-
-    Args:
-        graph: a captured graph.
-        name: of the bucket, for messages.
-        kv_lengths: the KV lengths during the capture.
-
-    Raises:
-        GraphError: the tasks take the lengths in another way.
-    """
+    """Which KV lengths of a step each attention task of its captured graph takes: in every layer, the tasks together
+    take all lengths in order. GraphError if they do not."""
     ranges, first = [], 0
     for record in graph.graph_dispatch_mode.graph_dispatch_records:
         taken = record.kwargs[KV_LENGTHS]

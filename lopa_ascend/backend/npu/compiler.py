@@ -2,8 +2,8 @@
 
 ``npugraph_ex`` captures ACL graphs, ``ge`` builds graphs of Ascend's graph engine (GE). Both use the persistent cache
 of their package, ``cache_compile``. A step that is loaded from its file runs without dynamo's guards, which would look
-at every weight in every step. A bucket needs no guards: its tensors keep their memory, and its KV lengths are inputs of
-the graph.
+at every weight in every step. A bucket needs none: its tensors keep their memory, and its KV lengths are inputs of the
+graph.
 """
 
 from __future__ import annotations
@@ -47,20 +47,17 @@ MAX_GRAPHS = 64
 NUM_LENGTHS = 61
 """Different KV lengths that a capture has in turn. All of them fit into a page."""
 ROUNDS = 3
-"""Measurements of the host's time with and without a thread."""
 FASTER = 0.9
-"""The share of the host's time that updates in a thread may take at most to be chosen."""
+"""Share of the host's time that updates in a thread may take to be chosen."""
 OUT_OF_STREAMS = "207008"
-"""Error code of the runtime when the device has no stream for another graph."""
+"""The runtime's error code if the device has no stream for another graph."""
 _numbers = count()
 logger = logging.getLogger(__name__)
 
 
 class BucketModule(torch.nn.Module):
-    """A bucket in the form that ``cache_compile`` takes: a module with a method to compile.
-
-    The cache tells modules apart by their text, which is ``identity``.
-    """
+    """A bucket as ``cache_compile`` takes it: a module with a method to compile. The cache tells modules apart by their
+    text, which is ``identity``."""
 
     def __init__(self, step: Step, tensors: Sequence[Tensor], identity: str):
         super().__init__()
@@ -76,13 +73,8 @@ class BucketModule(torch.nn.Module):
 class PackageCompiler(CachingCompiler):
     """Compiles through the persistent cache of a package, which has one file for each bucket and rank.
 
-    Args:
-        key: what a step is made of: the model, the configuration, the code of this project. The shapes of its tensors,
-            and the versions of torch, torch_npu and CANN, are added here.
-        cache_dir: directory of the files; None: a temporary one, which is deleted with the compiler.
-
-    Raises:
-        ParameterError: others may write to ``cache_dir``.
+    ``key`` says what a step is made of: the model, the configuration, the code of this project. The shapes of its
+    tensors, and the versions of torch, torch_npu and CANN, are added here. ``cache_dir``: see ``GraphCache``.
     """
 
     cache_compile: ClassVar[Callable[..., Run]]
@@ -90,7 +82,6 @@ class PackageCompiler(CachingCompiler):
     cached_model: ClassVar[Any]
     """The package's class that knows the name of the file."""
     options: ClassVar[dict[str, Any]] = {"dynamic": False}
-    """Further arguments of ``cache_compile``."""
 
     def __init__(self, key: str, cache_dir: Path | None):
         super().__init__(GraphCache(cache_dir))
@@ -115,7 +106,7 @@ class PackageCompiler(CachingCompiler):
         """The package's configuration."""
 
     def _rewrite(self, module: torch.fx.GraphModule) -> None:
-        """Changes a graph after the package has fused its ops. By default it stays as it is."""
+        """Changes a graph after the package has fused its ops."""
 
     def _abandon_cache(self, error: Exception) -> None:
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -183,10 +174,8 @@ class PackageCompiler(CachingCompiler):
         return True
 
     def _as_method(self, step: Step, name: str, tensors: Sequence[Tensor]) -> MethodType:
-        """``BucketModule.run`` with a code object that no other bucket of this process has.
-
-        Dynamo keeps compiled code by code object, and torch_npu finds there what it writes to the file.
-        """
+        """``BucketModule.run`` with a code object that no other bucket of this process has. Dynamo keeps compiled code
+        by code object, and torch_npu finds there what it writes to the file."""
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in tensors)
         code = BucketModule.run.__code__.replace(co_name=f"{name}_{next(_numbers)}")
         module = BucketModule(step, tensors, f"{self._key}; {shapes}")
@@ -200,11 +189,9 @@ def count_integer_inputs(module: torch.fx.GraphModule) -> int:
 
 
 def restore_in_place_writes(module: torch.fx.GraphModule) -> None:
-    """Makes the writes of keys and values write into the caches again.
-
-    torch.compile replaces each of them by an op that returns written copies of the two caches, and copies these to the
-    caches at the end of the graph. Writing in place is right because nothing reads the old content after the write.
-    """
+    """Makes the writes of keys and values write into the caches again. torch.compile replaces each of them by an op
+    that returns written copies of the two caches, and copies these to the caches at the end of the graph. Writing in
+    place is right because nothing reads the old content after the write."""
     graph = module.graph
     for write in graph.find_nodes(op="call_function", target=torch.ops.npu.npu_scatter_pa_kv_cache_functional.default):
         with graph.inserting_before(write):
@@ -237,11 +224,9 @@ class Ge(PackageCompiler):
 
 
 class NpuGraphEx(PackageCompiler):
-    """npugraph_ex's passes over a step, and an ACL graph that is captured of the result.
-
-    The capture is this class's own: npugraph_ex would capture every graph on another stream, and graphs on different
-    streams cannot share memory, even out of one pool.
-    """
+    """npugraph_ex's passes over a step, and an ACL graph captured of the result. The capture is this class's own:
+    npugraph_ex would capture every graph on another stream, and graphs on different streams cannot share memory, even
+    out of one pool."""
 
     mode = "npugraph_ex"
     seconds_to_compile = (7.0, 0.8)  # one core of an AMD EPYC; from graphs of one and of two layers
@@ -310,12 +295,8 @@ class NpuGraphEx(PackageCompiler):
 
 
 def thread_is_faster(run: CapturedRun, replays: Sequence[Callable[[], object]], name: str) -> bool:
-    """Whether the host clearly launches replays faster if a thread updates their KV lengths.
-
-    Args:
-        replays: of the run, one after the other with other KV lengths.
-        name: of the bucket.
-    """
+    """Whether the host clearly launches replays faster if a thread updates their KV lengths. ``replays`` of the run
+    follow one another with other KV lengths."""
     host = {False: math.inf, True: math.inf}
     for in_thread, replay in product((False, True) * ROUNDS, replays):
         run.in_thread = in_thread

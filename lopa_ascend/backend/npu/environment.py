@@ -17,31 +17,21 @@ BLOCKING = "ASCEND_LAUNCH_BLOCKING"
 ALLOCATOR, NPU_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"
 PINNED_SEGMENTS = "pin_memory_expandable_segments"
 VARIABLES = (TASK_QUEUE, BLOCKING, NPU_ALLOCATOR, ALLOCATOR)
-"""All variables of the list."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A variable with a value that the NPU backend cannot run with."""
-
     variable: str
     value: str
     reason: str
     """What the value means, or breaks."""
     remedy: str
-    """What to set."""
 
     def __str__(self) -> str:
         return f"{self.variable} is {self.value!r}, {self.reason}; {self.remedy}"
 
 
 def refusals(environment: Mapping[str, str], graph_mode: str) -> Iterator[Refusal]:
-    """The variables that keep a graph mode from running.
-
-    Args:
-        environment: variables and their values, such as ``os.environ``.
-        graph_mode: "eager", "npugraph_ex" or "ge".
-    """
     captures = graph_mode in CAPTURING_MODES
     queue = environment.get(TASK_QUEUE)
     if queue is not None and number(queue) not in (0, 1, 2):  # OptionsManager.cpp, GetTaskQueueEnable
@@ -63,15 +53,7 @@ def refusals(environment: Mapping[str, str], graph_mode: str) -> Iterator[Refusa
 
 
 def check_environment(environment: Mapping[str, str], graph_mode: str) -> None:
-    """Refuses variables that keep a graph mode from running.
-
-    Args:
-        environment: see ``refusals``.
-        graph_mode: see ``refusals``.
-
-    Raises:
-        UnsupportedStackError: names each such variable, its value, and what to set.
-    """
+    """Refuses such variables with an UnsupportedStackError that names each, its value, and what to set."""
     if found := list(refusals(environment, graph_mode)):
         raise UnsupportedStackError(f"graph mode {graph_mode} cannot run: " + ". ".join(map(str, found)))
 
@@ -83,9 +65,7 @@ def number(text: str) -> int:
 
 
 def allocator_option(options: str, name: str) -> str | None:
-    """The value of an option of torch's allocators in a text such as "expandable_segments:True,max_split_size_mb:64".
-
-    The last one counts; None if there is none.
-    """
+    """The last value of an option of torch's allocators in a text such as
+    "expandable_segments:True,max_split_size_mb:64"."""
     values = re.findall(rf"(?:^|,){name}:(\w+)", re.sub(r"\s", "", options))
     return values[-1] if values else None

@@ -32,14 +32,12 @@ MAX_ENTRIES = 64
 """Of a full step: a die has fewer cores."""
 QUERY_SCALE = 4.0
 LAST, BEHIND = 32.0, 64.0
-"""Scores of planted queries for their last key, and for the key behind it. Those of other keys are less than 20."""
+"""Scores of planted queries for their last key, and for the key behind it; other keys have less than 20."""
 FALLBACK = "BSH"
-"""The layout that is tried where the configured one is not right."""
 HANG_SECONDS = 120.0
 """What takes longer than this hangs. A first launch also loads what it needs."""
 POLL_SECONDS = 1e-4
 MAX_SHOWN = 8
-"""KV lengths that a message shows."""
 logger = logging.getLogger(__name__)
 
 
@@ -49,8 +47,6 @@ class WrongKernelError(ValueError):
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention of a rank."""
-
     queries: int
     """Of an entry, before it is divided."""
     heads: int
@@ -62,18 +58,11 @@ class AttentionShape:
     entries: int = ENTRIES
     """Most entries of a step."""
     is_causal: bool = False
-    """Whether entries may be causal."""
 
 
 def right_ops(ops: NpuOps, shape: AttentionShape, captures: bool) -> NpuOps:
-    """These ops, or those of the layout BSH if only these compute attention rightly.
-
-    Args:
-        captures: whether steps will run as captured graphs.
-
-    Raises:
-        WrongKernelError: names the kernel, its shape and its error.
-    """
+    """These ops, or the ops of the layout BSH if only they compute attention rightly. ``captures``: whether steps will
+    run as captured graphs. WrongKernelError names the kernel, its shape and its error."""
     begin = time.perf_counter()
     found = first_fault(ops, shape, captures)
     milliseconds = 1000 * (time.perf_counter() - begin)
@@ -92,10 +81,8 @@ def right_ops(ops: NpuOps, shape: AttentionShape, captures: bool) -> NpuOps:
 
 
 def first_fault(ops: NpuOps, shape: AttentionShape, captures: bool) -> str | None:
-    """What attention does wrongly: the kernel, its shape and its error. None if it does nothing wrongly.
-
-    Calls see few keys and then as many as a sequence can have, in a graph the latter twice.
-    """
+    """What attention does wrongly: the kernel, its shape and its error; None if nothing. Calls see few keys and then as
+    many as a sequence can have, in a graph the latter twice."""
     shapes = [replace(shape, is_causal=False)]
     if shape.is_causal:  # the pages of a prompt; the first one has as many queries as keys
         shapes.append(replace(shape, queries=min(PAGE_SIZE, shape.max_keys)))
@@ -105,7 +92,7 @@ def first_fault(ops: NpuOps, shape: AttentionShape, captures: bool) -> str | Non
 
 
 def _fault_of_many(ops: NpuOps, shape: AttentionShape) -> str | None:
-    """Of the entries of a prompt, of a block and of few queries; then of as many entries as a full step has."""
+    """For the entries of a prompt, of a block and of few queries; then for as many entries as a full step has."""
     most, queries = shape.max_keys, shape.queries
     prompt = tuple(min(length, most) for length in (PROMPT_QUERIES, queries, FEW_QUERIES))
     full = (queries,) * min(shape.entries, MAX_ENTRIES)
@@ -127,7 +114,7 @@ def _refusal(ops: NpuOps, shape: AttentionShape, where: str, error: RuntimeError
 
 
 def _fault_in(ops: NpuOps, shape: AttentionShape, captures: bool) -> str | None:
-    """Of entries that are all causal, or of which none is."""
+    """For entries that are all causal, or all not."""
     few, most = (PAGE_SIZE // 2, PAGE_SIZE + 3), (shape.max_keys, PAGE_SIZE - 1)
     least = shape.queries if shape.is_causal else 1
     kv_lengths = [[max(least, min(length, shape.max_keys)) for length in lengths] for lengths in (few, most)]
@@ -155,14 +142,9 @@ def _fault_in(ops: NpuOps, shape: AttentionShape, captures: bool) -> str | None:
 
 
 class Sample:
-    """Random queries of some entries, with keys and values in pages that lie in no order.
-
-    Of some queries of each entry the last key that they see is the strongest, and the key behind it is stronger still,
-    so a key too few or too many shows at any length.
-
-    Args:
-        lengths: queries of each entry; None for ENTRIES of ``shape.queries``.
-    """
+    """Random queries of some entries, with keys and values in pages that lie in no order. For some queries of each
+    entry the last key that they see is the strongest, and the key behind it is stronger still, so a key too few or too
+    many shows at any length. ``lengths``: queries of each entry; None for ENTRIES of ``shape.queries``."""
 
     def __init__(self, ops: NpuOps, shape: AttentionShape, lengths: Sequence[int] | None = None) -> None:
         self._ops, self._shape = ops, shape
@@ -195,7 +177,7 @@ class Sample:
                 q[query] = q[query if self._shape.is_causal else 0, :, :1].clone()
 
     def _planted(self, length: int) -> list[int]:
-        """The planted queries of an entry. Those of a causal one lie apart: each has two keys of its own."""
+        """The planted queries of an entry. In a causal one they lie apart: each has two keys of its own."""
         if self._shape.is_causal and length < 6:
             return [length - 1]
         return sorted({0, length // 2, length - 1})
@@ -216,7 +198,6 @@ class Sample:
         self._on_device[1].copy_(self._keys)
 
     def divided(self, kv_lengths: Sequence[int]) -> list[int]:
-        """The KV lengths of the parts of the entries."""
         return list(replace(self._whole, kv_lengths=tuple(kv_lengths)).divided(self._ops.max_queries).kv_lengths)
 
     def attend(self, kv_lengths: Sequence[int]) -> Tensor:
@@ -238,11 +219,8 @@ class Sample:
         return CapturedRun(graph, self._attend, output, "gate", self.divided(few))
 
     def fault(self, output: Tensor, kv_lengths: Sequence[int], where: str) -> str | None:
-        """What is wrong with the attention of these KV lengths; None if it is right.
-
-        Raises:
-            GraphError: see ``wait_for_replay``.
-        """
+        """What is wrong with the attention of these KV lengths; None if it is right. GraphError as in
+        ``wait_for_replay``."""
         wait_for_replay(f"{KERNEL} in {where}")
         share = error_share(output, self._expected(kv_lengths))
         if share <= TOLERANCE:
@@ -267,27 +245,18 @@ class Sample:
 
 
 def error_share(output: Tensor, expected: Tensor) -> float:
-    """The largest error of what the device has computed, as a share of the largest value; infinite if it is not
-    finite."""
+    """The device's largest error, as a share of the largest value; infinite if it is not finite."""
     error = (output.cpu().float() - expected.float()).abs().max() / expected.float().abs().max()
     return float(error.nan_to_num(nan=float("inf")))
 
 
 def this_die() -> str:
-    """The die of this process, for messages."""
     return f"NPU {npu.current_device()} of {platform.node()}"
 
 
 def wait_for_replay(name: str, seconds: float | None = None) -> None:
-    """Waits until the device has done all that was launched.
-
-    Args:
-        name: of what was launched, for the message.
-        seconds: the time limit; None for HANG_SECONDS.
-
-    Raises:
-        GraphError: the time is over. What runs on the device is then stopped, so that this process can end.
-    """
+    """Waits until the device has done all that was launched, for ``seconds`` at most (None: HANG_SECONDS). Then
+    GraphError; what runs on the device is stopped, so that this process can end. ``name``: of what was launched."""
     event, limit = npu.Event(), HANG_SECONDS if seconds is None else seconds
     event.record()
     end = time.monotonic() + limit

@@ -12,15 +12,15 @@ from lopa_ascend.config import ParameterError
 EXPANSION_VARIABLE, BUFFER_VARIABLE = "HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE"
 """Set the expansion mode, and the MB of a buffer, of all communicators that have no option of their own."""
 TP_VARIABLE = "LOPA_TP_EXPANSION_MODE"
-"""Sets that of the tensor parallel communicator alone. HCCL would give the mode AIV_ONLY to all of them."""
+"""Sets the mode of the tensor parallel communicator alone. HCCL would give AIV_ONLY to all of them."""
 BUFFER_MB = 64
 """A communicator takes twice this from a die. The largest message of a default step has 56 MiB, and HCCL sends larger
 ones in pieces."""
 AI_CPU = 2
 """The expansion mode AI_CPU, HCCL's default on a 910C: the device's CPU launches collectives."""
 VECTOR_CORES = 3
-"""The expansion mode AIV: collectives run on the vector cores, with the least latency for small messages.
-Larger ones (of sums, above 1 MiB a rank) run as with AI_CPU."""
+"""The expansion mode AIV: collectives run on the vector cores, with the least latency for small messages. Larger ones
+(of sums, above 1 MiB a rank) run as with AI_CPU."""
 VECTOR_CORES_ALONE = 4
 """As before, but nothing runs as with AI_CPU (HCCL, ``comm_config.cc``)."""
 MODES = {"AI_CPU": AI_CPU, "AIV": VECTOR_CORES, "AIV_ONLY": VECTOR_CORES_ALONE}
@@ -28,18 +28,13 @@ MODES = {"AI_CPU": AI_CPU, "AIV": VECTOR_CORES, "AIV_ONLY": VECTOR_CORES_ALONE}
 
 
 def communicator_options(purpose: str, timeout: int, mode: int | None = None) -> Any:
-    """Options of a communicator for the purpose "tp" or "bp". A variable of HCCL that the user has set wins.
+    """Options of a communicator for the purpose "tp" or "bp". A variable of HCCL that the user has set wins, unless
+    ``mode`` is given. HCCL gives up a silent rank after ``timeout`` seconds. ParameterError for an unknown
+    ``TP_VARIABLE``.
 
     By CANN's documents only one communicator of a die may use the vector cores; two of them can wait for each other for
     ever. This is the tensor parallel one, which sums twice a layer, unless the variable says otherwise. All others
     follow the variable, or HCCL's default. Only if the variable is AIV they get AI_CPU instead.
-
-    Args:
-        timeout: seconds after which HCCL gives up a silent rank.
-        mode: the expansion mode, whatever the variables say; None for the one above.
-
-    Raises:
-        ParameterError: ``TP_VARIABLE`` has an unknown value.
     """
     given, own = os.environ.get(EXPANSION_VARIABLE), os.environ.get(TP_VARIABLE)
     if own and own not in MODES:

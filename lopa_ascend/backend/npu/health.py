@@ -1,4 +1,4 @@
-"""How the dies of this machine are, by npu-smi and hccn_tool, which come with the driver. Needs neither torch_npu nor
+"""Health of this machine's dies, by npu-smi and hccn_tool, which come with the driver. Needs neither torch_npu nor
 CANN."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from lopa_ascend.backend.device import Ask, Gauge, ask
 
 LEVELS = ("OK", "Warning", "Alarm", "Critical")
-"""What npu-smi calls a die's health, from the best; and UNKNOWN for one that does not exist or has not started."""
+"""npu-smi's names of a die's health, from the best; UNKNOWN is one that does not exist or has not started."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class Die:
 
     @property
     def fault(self) -> str | None:
-        """Why nothing should run on the die."""
         if self.health in ("Critical", "UNKNOWN"):
             return f"health {self.health}"
         if self.bad_pages:
@@ -48,17 +47,13 @@ class Die:
 
     @property
     def warning(self) -> str | None:
-        """What may go wrong on the die."""
         if self.health != LEVELS[0]:
             return f"health {self.health}"
         return f"memory errors of several bits: {self.memory_errors}" if self.memory_errors else None
 
 
 def read_dies(ask: Ask = ask, *, with_links: bool = False) -> list[Die]:
-    """The dies of this machine, or of this container.
-
-    Args:
-        with_links: whether to ask for the links to the network between nodes.
+    """The dies of this machine, or of this container; ``with_links``: with their links to the network between nodes.
 
     Raises:
         OSError, subprocess.SubprocessError: npu-smi is missing, fails or hangs.
@@ -68,7 +63,6 @@ def read_dies(ask: Ask = ask, *, with_links: bool = False) -> list[Die]:
 
 
 def gauges(dies: Sequence[Die]) -> list[Gauge]:
-    """What is measured of dies."""
     levels = {die.index: LEVELS.index(die.health) if die.health in LEVELS else len(LEVELS) for die in dies}
     links = {die.index: None if die.link is None else int(die.link == "UP") for die in dies}
     text = f"Health by npu-smi: {', '.join(f'{level} {name}' for level, name in enumerate(LEVELS))}, 4 unknown."
@@ -82,7 +76,6 @@ def gauges(dies: Sequence[Die]) -> list[Gauge]:
 
 
 def _complete(die: Die, ask: Ask, with_links: bool) -> Die:
-    """Adds what there are commands of their own for."""
     memory = _answer(ask, "npu-smi", "info", "-t", "ecc", "-i", str(die.npu), "-c", str(die.chip))
     link = _answer(ask, "hccn_tool", "-i", str(die.physical), "-link", "-g") if with_links else ""
     errors, pages = parse_memory(memory)
@@ -90,7 +83,7 @@ def _complete(die: Die, ask: Ask, with_links: bool) -> Die:
 
 
 def _answer(ask: Ask, *command: str) -> str:
-    """What a command prints; nothing if this driver does not have it, or only for root."""
+    """A command's output; nothing if this driver does not have it, or only for root."""
     try:
         return ask(command)
     except (OSError, subprocess.SubprocessError):
@@ -98,13 +91,10 @@ def _answer(ask: Ask, *command: str) -> str:
 
 
 def parse_table(text: str) -> list[Die]:
-    """The dies in the table of `npu-smi info`.
+    """The dies in the table of `npu-smi info`. ValueError if there are none.
 
     A die has two lines: card, name, health, power and temperature; then chip, with the die's physical number beside it
     on a 910C, bus and memory. A table of processes follows.
-
-    Raises:
-        ValueError: there are none.
     """
     first = re.compile(r"\|\s*(\d+)\s+\S+\s*\|\s*([A-Za-z]+)\s*\|\s*\S+\s+(\d+|-|NA)\s")
     second = re.compile(r"\|\s*(\d+)(?:\s+(\d+))?\s*\|\s*(?:[0-9A-Fa-fx]{4}:\S+|NA)\s*\|")

@@ -6,8 +6,8 @@ Three things that the kernels need:
   passed in as it is, [N, 128, K, D] and contiguous: a view between an input of the graph and the write costs a copy of
   the cache.
 - The positions of a write must be distinct and inside the cache: the kernel does not check them, and writes to wherever
-  they point. Padding rows of a bucket are written too, so the caller gives them positions in pages that belong to no
-  sequence, another one for each padding row. (vllm-ascend's tests have -1 skipped, which the documents exclude.)
+  they point. Padding rows of a bucket are written too, so the caller gives each another position in pages that belong
+  to no sequence. (vllm-ascend's tests have -1 skipped, which the documents exclude.)
 - By its documents, the attention kernel needs a cache with at least as many pages as the page tables of its entries
   have places. If all page tables together have more, several kernels take the entries one group after the other.
 """
@@ -28,9 +28,9 @@ from lopa_ascend.config import ATTENTION_LAYOUTS
 
 npu = torch.ops.npu
 MAX_ENTRIES = 4096
-"""Entries that the attention kernel takes at most in the layout TND."""
+"""Most entries of the attention kernel in the layout TND."""
 MAX_QUERIES = {"TND16": 16}
-"""Queries that an attention entry has at most, by layout; any number in the others."""
+"""Most queries of an attention entry, by layout; any number in the others."""
 MASK_SIZE = 2048
 """Sides of the mask of a causal entry. The kernel knows by ``sparse_mode`` what it means for other sizes."""
 RIGHT_DOWN_CAUSAL = 3
@@ -38,32 +38,22 @@ RIGHT_DOWN_CAUSAL = 3
 FRACTAL_NZ = 29
 """The number of the format in which the int8 product reads its weights fastest: tiles of 16 x 32."""
 JOINT_ROPE_DIMS = (64, 128)
-"""Elements of a head that the kernel takes which rotates queries and keys at once."""
+"""Head dimensions of the kernel that rotates queries and keys at once."""
 FUSED_SWIGLU_BYTES = 192 << 10
-"""Memory of a vector core, which limits the rows that the kernel of SwiGLU with quantisation takes."""
+"""Memory of a vector core, which limits the rows of the kernel of SwiGLU with quantisation."""
 FUSED_SWIGLU_MULTIPLE = 64
-"""What the same kernel needs the length of a row to be a multiple of."""
+"""The same kernel's rows must have a multiple of this length."""
 INT32_SWIGLU_LENGTH = 24576
-"""The longest row of integer products that the same kernel has in CANN's recipes for a 910C (Qwen3-8B)."""
+"""Its longest row of integer products in CANN's recipes for a 910C (Qwen3-8B)."""
 GROUPED_SWIGLU_LENGTH = 7232
-"""The longest row that it takes in groups of experts, by its documents."""
+"""Its longest row in groups of experts, by its documents."""
 
 
 class NpuOps:
-    """``Ops`` on the NPU that is the current one when they are made. All tensors of a call lie on it.
-
-    Args:
-        attention_layout: TND takes entries of any lengths at once. TND16 is TND, but divides entries so that none has
-            more than 16 queries. BSH is for devices and versions that refuse TND: it takes entries of equal length that
-            follow one another.
-
-    Attributes:
-        attention_layout: as given.
-        kernel_layout: the layout by the kernel's name, "TND" or "BSH".
-
-    Raises:
-        ValueError: the layout is unknown.
-    """
+    """``Ops`` on the current NPU, on which all tensors of a call lie. ``attention_layout`` TND takes entries of any
+    lengths at once. TND16 is TND, but divides entries so that none has more than 16 queries. BSH is for devices and
+    versions that refuse TND: it takes entries of equal length that follow one another. ``kernel_layout`` is the
+    kernel's name of it, "TND" or "BSH"."""
 
     row_stats = None
     rope_and_write = None
@@ -121,10 +111,8 @@ class NpuOps:
 
     def stored_experts(self, experts: Experts) -> Experts:
         """Weights [E, in, out], and a router in bfloat16 if that rounds nothing: its products are float32 all the same.
-
-        A grouped product in bfloat16 takes scales of outputs in bfloat16 alone. Those of gate_up stay in float32 where
-        another kernel takes them.
-        """
+        A grouped product in bfloat16 takes scales of outputs in bfloat16 alone. Those of gate_up stay in float32 if
+        another kernel takes them."""
         e, router, inner = experts, experts.router.bfloat16(), experts.down.shape[2]
         scales = [e.gate_up_scale, e.down_scale]
         fits = inner % FUSED_SWIGLU_MULTIPLE == 0 and 2 * inner <= GROUPED_SWIGLU_LENGTH
@@ -329,12 +317,8 @@ class NpuOps:
 
 
 def _grouped(rows: Tensor, weights: Tensor, counts: Tensor, **options: Any) -> Tensor:
-    """The products of rows [n, in], which lie expert after expert, with weights [E, in, out] -> [n, out].
-
-    Args:
-        counts: rows of each expert, int64 [E].
-        options: of the op, which quantised products need.
-    """
+    """The products of rows [n, in], which lie expert after expert, with weights [E, in, out] -> [n, out]. ``counts``:
+    rows of each expert, int64 [E]; ``options``: of the op, which quantised products need."""
     product: Tensor
     (product,) = npu.npu_grouped_matmul(
         [rows], [weights], group_list=counts, split_item=3, group_type=0, group_list_type=1, **options
@@ -345,11 +329,8 @@ def _grouped(rows: Tensor, weights: Tensor, counts: Tensor, **options: Any) -> T
 def _grouped_as(
     dtype: torch.dtype, rows: tuple[Tensor, Tensor | None], weights: Tensor, scale: Tensor | None, counts: Tensor
 ) -> Tensor:
-    """``_grouped`` of rows and their scales, with results of a dtype.
-
-    Args:
-        scale: of each output, bfloat16 [E, out]; None if the weights are not int8.
-    """
+    """``_grouped`` of rows and their scales, with results of a dtype. ``scale``: of each output, bfloat16 [E, out];
+    None if the weights are not int8."""
     if scale is None:
         return _grouped(rows[0], weights, counts)
     return _grouped(rows[0], weights, counts, scale=[scale], per_token_scale=[rows[1]], output_dtype=dtype)
@@ -368,8 +349,8 @@ def as_fractal_nz(weight: Tensor) -> Tensor:
 
 
 def one_kernel_takes(gate_up: Tensor) -> bool:
-    """Whether the kernel of SwiGLU with quantisation takes gate_up [T, 2 * I] in float16 or bfloat16. By its
-    documents it needs memory for ten rows, and a fortieth of the scales that it returns."""
+    """Whether the kernel of SwiGLU with quantisation takes gate_up [T, 2 * I] in float16 or bfloat16. By its documents
+    it needs memory for ten rows, and a fortieth of the scales that it returns."""
     rows, length = gate_up.shape
     scale_bytes = 4 * rows
     needed = 10 * length * gate_up.element_size() + scale_bytes // 40
@@ -386,15 +367,9 @@ def attend(
     page_tables: Tensor,
     causal_mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention by one kernel. What the kernel cannot take is not checked; see ``NpuOps.attention``.
-
-    Args:
-        layout: "TND" or "BSH".
-        q: contiguous queries [T, H, D].
-        lengths: queries of each entry, all equal in BSH.
-        page_tables: int32 [entries, pages].
-        causal_mask: bool [MASK_SIZE, MASK_SIZE] if all entries are causal.
-    """
+    """Attention of contiguous queries [T, H, D] by one kernel, in the layout "TND" or "BSH". What the kernel cannot
+    take is not checked. ``lengths``: queries of each entry, all equal in BSH; ``page_tables``: int32 [entries, pages];
+    ``causal_mask``: bool [MASK_SIZE, MASK_SIZE] if all entries are causal."""
     tokens, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
     out: Tensor = npu.npu_fused_infer_attention_score(

@@ -22,7 +22,7 @@ def mark(name: str) -> Iterator[None]:
 
 
 def start_profile(folder: Path, worker: str, delay: int, steps: int) -> RunningProfile:
-    """See ``interface.Profiler``. What is written are CANN's raw data, because their analysis takes minutes."""
+    """See ``interface.Profiler``. Writes CANN's raw data, because their analysis takes minutes."""
     options = profiler._ExperimentalConfig(
         profiler_level=profiler.ProfilerLevel.Level1,
         aic_metrics=profiler.AiCMetrics.PipeUtilization,

@@ -24,7 +24,7 @@ SAME_MEMORY = {
     *(aten.alias.default, aten.detach.default, aten.reshape.default, aten.unsqueeze.default),
     *(aten.view.default, aten.view.dtype),
 }
-"""Ops whose result is all of their first argument, where that is contiguous."""
+"""Ops whose result is all of their first argument, if that is contiguous."""
 
 
 def multiply_in_float32(module: GraphModule) -> None:
@@ -43,10 +43,8 @@ def multiply_in_float32(module: GraphModule) -> None:
 
 
 def sum_in_place(module: GraphModule) -> None:
-    """Lets all-reduces write into their argument, where nothing else reads it.
-
-    The functional all-reduce copies its argument first.
-    """
+    """Lets all-reduces write into their argument if nothing else reads it: the functional all-reduce copies
+    it first."""
     for node in module.graph.find_nodes(op="call_function", target=collectives.all_reduce.default):
         argument = node.args[0]
         assert isinstance(argument, Node)
@@ -56,16 +54,14 @@ def sum_in_place(module: GraphModule) -> None:
 
 
 def makes_memory(node: Node) -> bool:
-    """Whether the result of a node is memory that no other tensor shares: neither an input nor a view."""
+    """Whether a node's result is memory that no other tensor shares: neither an input nor a view."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and all(x.alias_info is None for x in target._schema.returns)
 
 
 def split_in_one_op(module: GraphModule) -> None:
-    """Lets one op split a tensor, where each part is copied to be contiguous by an op of its own.
-
-    torch_npu runs that op as one kernel where it has one for the shapes, and as a copy for each part elsewhere.
-    """
+    """Lets one op split a tensor if each part is copied to be contiguous by an op of its own. torch_npu runs that op as
+    one kernel if it has one for the shapes, otherwise as a copy for each part."""
     graph = module.graph
     for split in graph.find_nodes(op="call_function", target=aten.split_with_sizes.default):
         copies = contiguous_parts(split)
@@ -106,10 +102,8 @@ def contiguous_parts(split: Node) -> list[Node] | None:
 
 
 def join_in_place(module: GraphModule) -> None:
-    """Lets the parts of a tensor that is joined along its first dimension be computed where they lie in it.
-
-    A joint whose parts cannot all be computed in place stays: a copy of each other part would cost as much.
-    """
+    """Lets the parts of a tensor that is joined along its first dimension be computed where they lie in it. A joint
+    whose parts cannot all be computed in place stays: a copy of each other part would cost as much."""
     graph = module.graph
     for target in (aten.stack.default, aten.cat.default):
         for joint in graph.find_nodes(op="call_function", target=target):
@@ -137,7 +131,6 @@ def source_of(part: Node) -> Node | None:
 
 
 def _whole(getitem: Node) -> Node:
-    """The node that a ``getitem`` takes a result of."""
     (whole,) = getitem.all_input_nodes
     return whole
 

@@ -21,7 +21,7 @@ from lopa_ascend.config import ExpertsConfig
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 
 MAX_INNER, MAX_OUTPUTS = 256, 4096
-"""Largest widths of an expert and of an int8 product that a start tries: larger ones would take seconds."""
+"""Largest tried widths of an expert and of an int8 product: larger ones would take seconds."""
 SPARE_ROWS = 32
 """Drawn at a time beside twice as many rows as are needed."""
 NORM_ROPE = "norm_rope"
@@ -36,11 +36,8 @@ Results = Tensor | Sequence[Tensor]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A rank's part of a layer."""
-
     hidden: int
     inner: int
-    """Width of the MLP."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -50,9 +47,7 @@ class LayerShape:
     experts: ExpertsConfig | None
     has_int8: bool
     rows: int = 32
-    """Tokens of a trial."""
     max_outputs: int = MAX_OUTPUTS
-    """Of an int8 product."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +61,8 @@ class Trial:
 
 
 def check_kernels(ops: NpuOps, shape: LayerShape) -> None:
-    """Tries all kernels that a layer needs.
-
-    Raises:
-        WrongKernelError: one is wrong or is refused; names it, the die and the error.
-        GraphError: one hangs.
-    """
+    """Tries all kernels that a layer needs. WrongKernelError names one that is wrong or is refused, the die and the
+    error; GraphError if one hangs."""
     begin, count = time.perf_counter(), 0
     for trial in trials(ops, shape):
         try:
@@ -109,8 +100,6 @@ def trials(ops: NpuOps, shape: LayerShape) -> Iterator[Trial]:
 
 
 class Random:
-    """Random tensors on the CPU."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype, self._generator = dtype, torch.Generator().manual_seed(0)
 
@@ -199,7 +188,6 @@ def _rotations(ops: NpuOps, shape: LayerShape, random: Random) -> Iterator[Trial
 
 
 def int8_trials(ops: NpuOps, shape: LayerShape, random: Random) -> Iterator[Trial]:
-    """The kernels that only W8A8 needs."""
     s, device, remedy = shape, ops.device, "; without W8A8 (quantization) no such kernel is needed"
     x, residual, weight = random.normal(s.rows, s.hidden), random.normal(s.rows, s.hidden), random.normal(s.hidden)
     given = x.to(device), residual.to(device), weight.to(device)
@@ -246,12 +234,7 @@ def int8_trials(ops: NpuOps, shape: LayerShape, random: Random) -> Iterator[Tria
 def experts_trial(
     ops: NpuOps, random: Random, sizes: ExpertsConfig, hidden: int, tokens: int, *, is_int8: bool
 ) -> Trial:
-    """A mixture of experts.
-
-    Args:
-        sizes: of the whole model.
-        tokens: rows, each of which clearly ranks its experts.
-    """
+    """A mixture of experts. ``sizes`` are the whole model's; each of ``tokens`` rows clearly ranks its experts."""
     experts = random_experts(random, sizes, hidden)
     x = ranked_rows(random, experts, tokens)
     if is_int8:
@@ -268,7 +251,6 @@ def stored(experts: Experts, ops: Ops) -> Experts:
 
 
 def quantized(experts: Experts) -> Experts:
-    """The same experts with int8 weights."""
     codes, scales = zip(*(definition.quantize(w.flatten(0, 1)) for w in (experts.gate_up, experts.down)), strict=True)
     count = experts.sizes.num_experts
     gate_up, down, gate_up_scale, down_scale = (x.unflatten(0, (count, -1)) for x in (*codes, *scales))
@@ -309,7 +291,7 @@ def ranked_rows(random: Random, experts: Experts, tokens: int) -> Tensor:
 
 
 def _gap(ranked: Tensor, taken: int) -> Tensor:
-    """By row, how far the last of the values that are taken lies above the next one."""
+    """By row, how far the last of the taken values lies above the next one."""
     if taken == ranked.shape[1]:
         return torch.full((len(ranked),), torch.inf)
     return ranked[:, taken - 1] - ranked[:, taken]

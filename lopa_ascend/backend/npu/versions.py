@@ -20,7 +20,7 @@ FIRST_POST_RELEASES: dict[str, dict[str, int | None]] = {
     "ge": {"2.9.0": 6, "2.9.1": None, "2.10.0": 4},
 }
 """By graph mode and release of torch_npu: the first post-release that can run the mode, 0 for the release itself, None
-if no post-release can. Releases that are missing here and older than FIRST_COMPLETE_RELEASE run no mode."""
+if none can. Releases that are missing here and older than FIRST_COMPLETE_RELEASE run no mode."""
 FIRST_COMPLETE_RELEASE = "2.11"
 """torch_npu runs every graph mode from this release on."""
 OLDEST_CANN = "9.0"
@@ -50,14 +50,9 @@ class UnsupportedStackError(ValueError):
 
 
 def check_installed(graph_mode: str) -> None:
-    """Refuses an installation of torch, torch_npu, CANN and the driver that cannot run a graph mode.
-
-    A driver whose version no file tells is taken, and so is a CANN whose version torch_npu cannot find out.
-
-    Raises:
-        UnsupportedStackError: something is missing or too old; the message says what is needed.
-        ValueError: there is no such mode.
-    """
+    """Refuses an installation of torch, torch_npu, CANN and the driver that cannot run a graph mode, with an
+    UnsupportedStackError that says what is needed. A driver whose version no file tells is taken, and so is a CANN
+    whose version torch_npu cannot find out."""
     try:
         check_versions(metadata.version("torch"), metadata.version("torch_npu"), graph_mode)
         cann = cann_version()
@@ -75,11 +70,7 @@ def check_installed(graph_mode: str) -> None:
 
 
 def cann_version() -> str:
-    """The version of CANN that torch_npu has found.
-
-    Raises:
-        ImportError: torch_npu cannot be loaded.
-    """
+    """The version of CANN that torch_npu has found. ImportError if torch_npu cannot be loaded."""
     from torch_npu.npu.utils import get_cann_version
 
     version: str = get_cann_version()
@@ -87,17 +78,8 @@ def cann_version() -> str:
 
 
 def check_versions(torch: str, torch_npu: str, graph_mode: str) -> None:
-    """Refuses versions that cannot run a graph mode.
-
-    Args:
-        torch: version of torch, such as "2.13.0+cpu".
-        torch_npu: version of torch_npu, such as "2.9.0.post6".
-        graph_mode: "eager", "npugraph_ex" or "ge".
-
-    Raises:
-        UnsupportedStackError: the versions do not fit each other, or torch_npu is too old for the mode.
-        ValueError: there is no such mode.
-    """
+    """Raises UnsupportedStackError for versions of torch ("2.13.0+cpu") and torch_npu ("2.9.0.post6") that do not fit
+    each other or cannot run a graph mode, ValueError for an unknown mode."""
     if graph_mode not in FIRST_POST_RELEASES:
         raise ValueError(f"graph mode: unknown value {graph_mode!r}; choose one of {', '.join(FIRST_POST_RELEASES)}")
     if release_of(torch) != release_of(torch_npu):
@@ -114,12 +96,8 @@ def check_versions(torch: str, torch_npu: str, graph_mode: str) -> None:
 
 
 def cann_of(torch_npu: str) -> str | None:
-    """The CANN that a version of torch_npu is made for: that of the newest listed post-release up to it; None if there
-    is none.
-
-    Raises:
-        UnsupportedStackError: this is no version.
-    """
+    """The CANN that a version of torch_npu is made for, listed for its newest post-release up to it; None if there is
+    none. UnsupportedStackError if this is no version."""
     release, post_release = _parse(torch_npu)
     listed = {_parse(version)[1]: cann for version, cann in CANN_OF_TORCH_NPU.items() if release_of(version) == release}
     up_to_it = [post for post in listed if post <= post_release]
@@ -127,21 +105,15 @@ def cann_of(torch_npu: str) -> str | None:
 
 
 def check_cann(cann: str) -> None:
-    """Refuses a version of CANN, such as "9.0.RC1", that is too old for every torch_npu that is supported.
-
-    Raises:
-        UnsupportedStackError: the version is too old, or is no version.
-    """
+    """Raises UnsupportedStackError for a version of CANN, e.g. "9.0.RC1", that is too old for every supported
+    torch_npu, or is no version."""
     if release_of(cann)[:2] < release_of(OLDEST_CANN):
         raise UnsupportedStackError(f"CANN {cann} is too old: it must be {OLDEST_CANN} or newer")
 
 
 def check_driver(driver: str, graph_mode: str) -> None:
-    """Refuses a version of the driver, such as "24.1.rc3", that is too old for a graph mode.
-
-    Raises:
-        UnsupportedStackError: the version is too old, or is no version.
-    """
+    """Raises UnsupportedStackError for a version of the driver, e.g. "24.1.rc3", that is too old for a graph mode, or
+    is no version."""
     if graph_mode in CAPTURING_MODES and driver_order(driver) < driver_order(OLDEST_DRIVER):
         raise UnsupportedStackError(
             f"driver {driver} cannot change tasks of captured graphs, as graph mode {graph_mode} does; "
@@ -150,21 +122,15 @@ def check_driver(driver: str, graph_mode: str) -> None:
 
 
 def driver_version(install_info: Path = INSTALL_INFO) -> str | None:
-    """The version of the driver that is installed, found as CANN's runtime finds it; None if no file tells it.
-
-    Args:
-        install_info: the installer's file, which names the folder of the driver. Without it the usual folder counts.
-    """
+    """The installed driver's version, found as CANN's runtime finds it; None if no file tells it. The installer's file
+    names the driver's folder; without it the usual folder counts."""
     folder = _value(install_info, "Driver_Install_Path_Param") or "/usr/local/Ascend"
     return _value(Path(folder, "driver/version.info"), "Version")
 
 
 def driver_order(version: str) -> tuple[int, ...]:
-    """A key that sorts versions of the driver as torch_npu does: 25.0.T1, 25.0.RC1, 25.0.RC1.1, 25.0.0, 25.0.0.1.
-
-    Raises:
-        UnsupportedStackError: this is no version of a driver.
-    """
+    """Sorts versions of the driver as torch_npu does: 25.0.T1, 25.0.RC1, 25.0.RC1.1, 25.0.0, 25.0.0.1.
+    UnsupportedStackError if this is no version of a driver."""
     found = re.match(r"(\d+)\.(\d+)\.(T|RC|)(\d+)(?:\.(\d+))?", version, re.IGNORECASE)
     if found is None:
         raise UnsupportedStackError(
@@ -175,7 +141,6 @@ def driver_order(version: str) -> tuple[int, ...]:
 
 
 def can_run(torch_npu: str, graph_mode: str) -> bool:
-    """Whether this version of torch_npu can run a graph mode."""
     release, post_release = _parse(torch_npu)
     if release >= release_of(FIRST_COMPLETE_RELEASE):
         return True
@@ -184,11 +149,8 @@ def can_run(torch_npu: str, graph_mode: str) -> bool:
 
 
 def release_of(version: str) -> tuple[int, ...]:
-    """The numbers of a release: (2, 9, 0) of "2.9.0.post6", (8, 3) of "8.3.RC1".
-
-    Raises:
-        UnsupportedStackError: the text does not begin with a number.
-    """
+    """The numbers of a release: (2, 9, 0) of "2.9.0.post6", (8, 3) of "8.3.RC1". UnsupportedStackError if the text does
+    not begin with a number."""
     return _parse(version)[0]
 
 
@@ -211,7 +173,6 @@ def _value(file: Path, key: str) -> str | None:
 
 
 def _needed(graph_mode: str) -> str:
-    """The versions of torch_npu that run a graph mode, in words."""
     names = [
         f"{release}.post{post_release}" if post_release else release
         for release, post_release in FIRST_POST_RELEASES[graph_mode].items()

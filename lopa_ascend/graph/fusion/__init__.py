@@ -19,28 +19,25 @@ from lopa_ascend.graph.fusion.rewriter import Change, Rewriter
 
 @dataclass(frozen=True)
 class Report:
-    """What ``fuse`` did."""
-
     changes: Mapping[str, tuple[Change, ...]]
-    """By pass, in the order in which the passes ran: what was rewritten, and what resembled the pattern and was left.
-    Nodes have the names that they had when the pass ran."""
+    """By pass, in order: what was rewritten, and what resembled the pattern and was left. Nodes have the names that
+    they had when the pass ran."""
 
     @property
     def fused(self) -> dict[str, int]:
-        """Number of rewrites of each pass that made any."""
         counts = {name: _num_fused(changes) for name, changes in self.changes.items()}
         return {name: count for name, count in counts.items() if count}
 
     @property
     def refused(self) -> dict[str, list[str]]:
-        """For each pass that left something that resembled its pattern, the reasons."""
+        """By pass, why something that resembled its pattern was left."""
         reasons = {
             name: [change.refused for change in changes if change.refused] for name, changes in self.changes.items()
         }
         return {name: found for name, found in reasons.items() if found}
 
     def summary(self) -> str:
-        """One line. Refusals at the same line of the model are counted, with the reason of the first one."""
+        """One line. Refusals at the same line of the model are counted, with the first one's reason."""
         fused = ", ".join(f"{name} {count}" for name, count in self.fused.items())
         left: Counter[tuple[str, str | None]] = Counter()
         reasons: dict[tuple[str, str | None], str] = {}
@@ -67,7 +64,6 @@ class Report:
 
 
 def _num_fused(changes: Sequence[Change]) -> int:
-    """How many of the changes of a pass are rewrites."""
     return sum(not change.refused for change in changes)
 
 
@@ -80,7 +76,6 @@ def fuse(module: GraphModule, ops: Ops) -> Report:
             except for one size, the number of tokens, which may be unknown. A linear layer is rewritten if its weight
             is an attribute of the module; weights that are stacked or stored in another form are removed from the
             module as soon as nothing uses them.
-        ops: the backend.
 
     Raises:
         ValueError: a node does not say what it computed when it was traced, more than one of its sizes is unknown, or

@@ -1,4 +1,4 @@
-"""The inputs of a fused graph that change from step to step: the engine's attention, and the rows that are wanted."""
+"""The inputs of a fused graph that change from step to step: the engine's attention, and the wanted rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def call_attend(attend: Attend, layer: int, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 def take_rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    """The rows of x at the indices ``rows``; all rows if ``rows`` is None."""
     return x if rows is None else x[rows]
 
 
@@ -45,11 +44,9 @@ def bind_attend(module: GraphModule) -> None:
 
 
 def bind_rows(module: GraphModule, ops: Ops) -> None:
-    """Adds the input ``rows`` to a graph: the tokens whose hidden states are wanted, int64 [R], or None for all.
-
-    If no token depends on another after the last attention, only these rows are computed from there on; otherwise they
-    are taken at the end.
-    """
+    """Adds the input ``rows`` to a graph: tokens whose hidden states are wanted, int64 [R], or None for all. If no
+    token depends on another after the last attention, only these rows are computed from there on; otherwise they are
+    taken at the end."""
     graph, rows = module.graph, _input(module, "rows")
     (output,) = graph.find_nodes(op="output")
     last = graph.find_nodes(op="call_function", target=call_attend)[-1]
@@ -68,13 +65,11 @@ def bind_rows(module: GraphModule, ops: Ops) -> None:
 
 
 def _input(module: GraphModule, name: str) -> Node:
-    """Adds an input after the other inputs."""
     with module.graph.inserting_after(module.graph.find_nodes(op="placeholder")[-1]):
         return module.graph.placeholder(name)
 
 
 def _dependents(node: Node, output: Node) -> dict[Node, None]:
-    """The nodes that are computed from a node's result, without the output."""
     found: dict[Node, None] = {}
     waiting = list(node.users)
     while waiting:

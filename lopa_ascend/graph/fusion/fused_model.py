@@ -20,16 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class FusedModel:
-    """A model in plain torch, on one rank; see ``model.base.Model``.
+    """A model in plain torch, on one rank (``model.base.Model``). ``graph(tokens, positions, attend, rows)`` gives the
+    hidden states; ``head`` is the LM head's weight and bias, not yet stored as the backend wants them.
 
     One graph serves all steps: it holds for any number of tokens, so an eager step runs it as it is, and a compiled
     step is compiled from it for the tokens of its bucket. So both compute the same, and the weights are there once.
-
-    Args:
-        config: the model's.
-        graph: the fused graph: ``graph(tokens, positions, attend, rows)`` gives the hidden states.
-        head: weight and bias of the LM head, not yet stored as the backend wants them.
-        report: what was fused.
     """
 
     properties: ModelProperties = DREAM
@@ -46,7 +41,6 @@ class FusedModel:
         self.first_token_id, self.local_vocab_size = 0, config.vocab_size
 
     def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
-        """See ``Model.forward``."""
         ops = self.ops
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -57,27 +51,20 @@ class FusedModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``Model.logits``."""
         return self.ops.linear(hidden, self.head, self.head_bias)
 
     def traffic(self, num_computed: int) -> tuple[Traffic, ...]:
-        """See ``Model.traffic``."""
         return ()
 
 
 def fuse_model(
     config: ModelConfig, module: nn.Module, trace: Trace, tensors: dict[str, Tensor], ops: Ops
 ) -> FusedModel:
-    """A plain model with its weights, fused.
+    """A plain model with its weights, fused. The log says in one line what was fused and what was not, as a warning if
+    something resembled a fused op and was left; the whole report is at level DEBUG.
 
-    One line of the log says what was fused and what was not: a warning if something resembled a fused op and was left.
-    The whole report is logged at level DEBUG.
-
-    Args:
-        module: the model; its own tensors are not used, but for buffers that no checkpoint holds.
-        trace: the module's.
-        tensors: parameters and persistent buffers by name, on the device. It is emptied, so that the memory of a weight
-            is free as soon as the weight is packed.
+    ``module``'s own tensors are not used, but for buffers that no checkpoint holds. ``tensors`` has parameters and
+    persistent buffers on the device; it is emptied, so that a weight's memory is free once the weight is packed.
     """
     saved = module.state_dict().keys()
     tensors |= {name: buffer.to(ops.device) for name, buffer in module.named_buffers() if name not in saved}

@@ -1,4 +1,4 @@
-"""What the nodes of an FX graph of aten ops are: their arguments, values and memory."""
+"""The nodes of an FX graph of aten ops: their arguments, values and memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ aten = torch.ops.aten
 TORCH = str(Path(torch.__file__).parent)
 
 METHODS = frozenset({"linear", "rms_norm", "add_rms_norm", "rope_tables", "rope", "swiglu"})
-"""Methods of ``Ops`` that fused graphs call."""
 
 
 def value(node: Node) -> Tensor:
-    """The result that a node had when the graph was traced: a tensor without data."""
+    """A node's result when the graph was traced: a tensor without data."""
     found: Tensor = node.meta["val"]
     return found
 
@@ -33,13 +32,12 @@ def static(shape: Sequence[int | SymInt]) -> list[int]:
 
 
 def attribute(module: GraphModule, node: Node) -> Any:
-    """The attribute of the module that a get_attr node reads."""
     return operator.attrgetter(str(node.target))(module)
 
 
 def source_line(node: Node) -> str | None:
-    """The line of the model that a node was traced from, as "model.py:83"; None if the trace does not tell. Lines of
-    torch's own modules, and of code that torch has made, are left out."""
+    """The line of the model that a node was traced from, as "model.py:83"; None if unknown. Lines of torch's own
+    modules, and of code that torch has made, are left out."""
     frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [(Path(file).name, number) for file, number in frames if not file.startswith((TORCH, "<"))]
     return ":".join(own[-1]) if own else None
@@ -53,12 +51,11 @@ def method_of(target: Any, ops: object) -> str | None:
 
 @cache
 def arguments_of(target: OpOverload) -> tuple[tuple[str, Any], ...]:
-    """(name, default) of each argument of an op."""
     return tuple((argument.name, argument.default_value) for argument in target._schema.arguments)
 
 
 def arguments(node: Node) -> list[Any]:
-    """All arguments of a call in the order of the op's schema; defaults stand for arguments that were left out."""
+    """All arguments of a call in the order of the op's schema, with defaults."""
     if not isinstance(node.target, OpOverload):
         return [*node.args, *node.kwargs.values()]
     given = list(node.args)
@@ -74,14 +71,13 @@ def aliased_arguments(target: OpOverload) -> tuple[int, ...]:
 
 
 def nodes_in(argument: Any) -> list[Node]:
-    """The nodes in an argument, which may be a list."""
     found: list[Node] = []
     torch.fx.map_arg(argument, found.append)
     return found
 
 
 def memory_roots(graph: Graph, ops: object) -> dict[Node, frozenset[Node]]:
-    """For every node of a graph in functional form, the nodes whose memory its result may lie in."""
+    """For every node of a graph in functional form, the nodes whose memory may hold its result."""
     roots: dict[Node, frozenset[Node]] = {}
 
     def roots_of(argument: Any) -> frozenset[Node]:

@@ -30,7 +30,6 @@ WITH_DIMS = frozenset({aten.cat.default, aten.mean.dim})
 
 
 def normalise(rewriter: Rewriter) -> None:
-    """Brings a graph into normal form, in place."""
     graph = rewriter.graph
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
         next(iter(graph.nodes)).prepend(node)
@@ -58,7 +57,7 @@ def normalise(rewriter: Rewriter) -> None:
 
 
 def join_reshapes(rewriter: Rewriter) -> None:
-    """Makes one reshape of several in a row, and none where they lead back to the first shape."""
+    """Makes successive reshapes one, and none if they lead back to the first shape."""
     for node in rewriter.graph.find_nodes(op="call_function", target=aten.reshape.default):
         source = node.args[0]
         while isinstance(source, Node) and source.target is aten.reshape.default:
@@ -80,7 +79,6 @@ def has_no_effect(node: Node, source: Node) -> bool:
 
 
 def drop_same_place(node: Node) -> None:
-    """Removes from a cast the arguments that change nothing."""
     source = node.args[0]
     assert isinstance(source, Node)
     x, result = value(source), value(node)
@@ -92,7 +90,6 @@ def drop_same_place(node: Node) -> None:
 
 
 def count_from_the_end(node: Node) -> None:
-    """Makes the dimensions in the second argument negative."""
     given: list[Any] = list(node.args)
     if len(given) < 2:
         return
@@ -106,7 +103,7 @@ def count_from_the_end(node: Node) -> None:
 
 
 def rewrite_product(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """Makes x [..., in] times a constant matrix [in, out] a linear layer."""
+    """x [..., in] times a constant matrix [in, out]: a linear layer."""
     weight, bias = match["weight"], match.bound.get("bias")
     if weight.op != "get_attr":
         raise NotFused(f"{weight.name} is no constant of the graph")
@@ -120,7 +117,7 @@ def rewrite_product(rewriter: Rewriter, match: Match) -> Sequence[Node]:
 
 
 def rewrite_transposed_constant(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """Makes a constant with its dimensions in another order a constant of that order."""
+    """A constant with its dimensions in another order: a constant of that order."""
     node: Any = match[RESULT]
     if match["weight"].op != "get_attr":
         raise NotFused("no constant")
@@ -136,8 +133,8 @@ def drop_reshapes_around_linear(rewriter: Rewriter, match: Match) -> Sequence[No
 
 
 def rewrite_silu(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """Makes x * sigmoid(x), or SiLU between casts to and from float32, SiLU alone, which computes in float32 whatever
-    the dtype of x."""
+    """x * sigmoid(x), or SiLU between casts to and from float32: SiLU alone, which computes in float32 whatever the
+    dtype of x."""
     x, result, inner = value(match["x"]), value(match[RESULT]), match["inner"]
     if result.dtype != x.dtype or value(inner).dtype != torch.float32 or match.dtypes - {x.dtype, torch.float32}:
         raise NotFused("not a SiLU in float32, rounded once")

@@ -1,7 +1,5 @@
-"""The fusion passes, in the order in which they run: later ones build on the results of earlier ones.
-
-The last one puts ops into the graph that write into an argument, so no pass may move a node after it.
-"""
+"""The fusion passes, in order: later ones build on the results of earlier ones. The last one adds ops that write into
+an argument, so no pass may move a node after it."""
 
 from __future__ import annotations
 
@@ -26,12 +24,10 @@ OURS = "lopa_ascend"
 
 
 def is_number(found: Any) -> bool:
-    """Whether an argument is a float literal."""
     return isinstance(found, float)
 
 
 def is_vector(found: Any) -> bool:
-    """Whether an argument is a tensor of one dimension."""
     return isinstance(found, Node) and value(found).dim() == 1
 
 
@@ -39,7 +35,6 @@ X, WEIGHT, BIAS, EPS = Some("x"), Some("weight"), Some("bias"), Some("eps", is_n
 
 
 def passes(ops: Ops) -> dict[str, Pass]:
-    """All passes by name, in order."""
     total = Call(aten.add.Tensor, X, Some("residual"), name="total")
     return {
         "rms_norm": Fusion(RMS_NORM, rewrite_rms_norm),
@@ -66,7 +61,6 @@ RMS_NORM = Either(
 
 
 def rewrite_rms_norm(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """RMSNorm spelled out, or torch's."""
     x, weight, result = value(match["x"]), value(match["weight"]), value(match[RESULT])
     if weight.shape != x.shape[-1:] or x.dim() < 2:
         raise NotFused(f"a weight {list(weight.shape)} is not for the last dimension of {list(x.shape)}")
@@ -98,7 +92,7 @@ def summands(rewriter: Rewriter, match: Match) -> tuple[Node, Node]:
 
 
 def dies_at(node: Node, reader: Node, roots: Mapping[Node, frozenset[Node]]) -> bool:
-    """Whether the result of a node lies in memory that the graph allocates and that nothing reads after ``reader``."""
+    """Whether a node's result lies in memory that the graph allocates and that nothing reads after ``reader``."""
     if any(root.op != "call_function" for root in roots[node]):
         return False
     sharing = {other for other, its_roots in roots.items() if its_roots & roots[node] and other.op != "output"}
@@ -107,7 +101,6 @@ def dies_at(node: Node, reader: Node, roots: Mapping[Node, frozenset[Node]]) -> 
 
 
 def rewrite_add_rms_norm(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """RMSNorm of a sum."""
     both = rewriter.call(rewriter.ops.add_rms_norm, *summands(rewriter, match), match["weight"], match["eps"])
     normed, total = rewriter.parts(both, 2)
     return total, normed
@@ -132,8 +125,8 @@ def rewrite_bias(rewriter: Rewriter, match: Match) -> Sequence[Node]:
 
 
 def pack_linears(rewriter: Rewriter) -> list[Change]:
-    """Makes linear layers with the same input one layer with a stacked weight, followed by a split. The layer whose
-    result goes into SiLU comes first, as ``swiglu`` wants it."""
+    """Makes linear layers with the same input one layer with a stacked weight, followed by a split. The layer before
+    SiLU comes first, as ``swiglu`` wants it."""
     layers: dict[Node, list[Node]] = defaultdict(list)
     for node in rewriter.graph.nodes:
         if node.target is aten.linear.default:
@@ -142,7 +135,6 @@ def pack_linears(rewriter: Rewriter) -> list[Change]:
 
 
 def pack_group(rewriter: Rewriter, x: Node, group: list[Node]) -> Change:
-    """Packs linear layers of the input ``x``."""
     group = sorted(group, key=lambda node: aten.silu.default not in {user.target for user in node.users})
     names = tuple(node.name for node in group)
     line = source_line(group[0])
@@ -172,9 +164,8 @@ def pack_group(rewriter: Rewriter, x: Node, group: list[Node]) -> Change:
 
 def keep_contiguous(rewriter: Rewriter, layers: Sequence[Node]) -> None:
     """Inserts a contiguous copy where the graph returns a view of a result of ``layers``, or a foreign op reads one.
-
-    Packing makes these results slices, whose views are no longer contiguous; callers and foreign kernels may need views
-    that are."""
+    Packing makes these results slices, whose views are no longer contiguous; callers and foreign kernels may need that.
+    """
     roots = memory_roots(rewriter.graph, rewriter.ops)
     for view in [node for node in roots if roots[node] & set(layers)]:
         foreign = [user for user in view.users if user.op == "output" or is_foreign(user.target)]
@@ -186,7 +177,6 @@ def keep_contiguous(rewriter: Rewriter, layers: Sequence[Node]) -> None:
 
 
 def is_foreign(target: Any) -> bool:
-    """Whether a node's target is an op of which only the schema is known: neither torch's nor ours."""
     return isinstance(target, OpOverload) and target.namespace not in ("aten", "prims", OURS)
 
 
@@ -228,7 +218,6 @@ SWIGLU = Either(
 
 
 def rewrite_swiglu(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """SiLU of the first half times the second half."""
     if "x" not in match.bound:
         raise NotFused("gate and up are not the halves of one tensor")
     return [rewriter.call(rewriter.ops.swiglu, match["x"])]

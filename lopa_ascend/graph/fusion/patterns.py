@@ -26,7 +26,6 @@ class Match:
     """What a pattern was found to stand for."""
 
     bound: dict[str, Any] = field(default_factory=dict)
-    """Nodes and literals by the names that the pattern gives them."""
     inside: tuple[Node, ...] = ()
     """The nodes that the pattern spells out."""
     shared: frozenset[Node] = frozenset()
@@ -44,12 +43,10 @@ class Match:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """The dtypes of all tensors that nodes of ``inside`` give."""
         values = [value(node) for node in self.inside]
         return {x.dtype for x in values if isinstance(x, Tensor)}
 
     def enter(self, node: Node, shared: bool) -> Match:
-        """The match with one more node inside."""
         return Match(self.bound, (*self.inside, node), self.shared | {node} if shared else self.shared)
 
 
@@ -58,7 +55,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def match(self, found: Any, so_far: Match) -> Iterator[Match]:
-        """All ways to match ``found``, an argument of a node, that extend the match ``so_far``."""
+        """All ways to match an argument that extend the match ``so_far``."""
 
 
 def matches(pattern: Any, found: Any, so_far: Match) -> Iterator[Match]:
@@ -82,7 +79,7 @@ def _match_all(patterns: Sequence[Any], found: Sequence[Any], so_far: Match) -> 
 
 @dataclass(frozen=True)
 class Some(Pattern):
-    """Anything that passes a test; everywhere in a pattern the same name stands for the same thing."""
+    """Anything that passes a test; a name stands for the same thing everywhere in a pattern."""
 
     name: str
     test: Callable[[Any], bool] | None = None
@@ -93,15 +90,9 @@ class Some(Pattern):
 
 
 class Call(Pattern):
-    """A call.
-
-    Args:
-        target: the op, or a tuple of ops of which any will do.
-        args: patterns for the first arguments; the others must have the op's defaults.
-        name: binds the node.
-        commutes: the first two arguments may be exchanged.
-        shared: the node may be used elsewhere too.
-    """
+    """A call of the op ``target``, or of any in a tuple. Arguments after ``args`` must have the op's defaults. ``name``
+    binds the node; ``commutes``: the first two arguments may be exchanged; ``shared``: the node may be used elsewhere
+    too."""
 
     def __init__(self, target: Any, *args: Any, name: str | None = None, commutes: bool = False, shared: bool = False):
         self.targets = target if isinstance(target, tuple) else (target,)
@@ -122,8 +113,6 @@ class Call(Pattern):
 
 
 class Either(Pattern):
-    """Any of several patterns, in this order."""
-
     def __init__(self, *patterns: Any):
         self.patterns = patterns
 
@@ -133,8 +122,6 @@ class Either(Pattern):
 
 
 class Cast(Pattern):
-    """A pattern, cast to another dtype or not."""
-
     def __init__(self, inside: Any):
         self.inside = inside
 

@@ -1,4 +1,4 @@
-"""Replaces nodes of a graph by others, wherever that changes nothing else."""
+"""Replaces nodes of a graph by others if that changes nothing else."""
 
 from __future__ import annotations
 
@@ -24,24 +24,16 @@ class NotFused(Exception):
 
 @dataclass(frozen=True)
 class Change:
-    """One rewrite, or one refusal."""
-
     nodes: tuple[str, ...]
-    """Names of the nodes that were replaced or, after a refusal, left."""
+    """Replaced or, after a refusal, left."""
     refused: str | None = None
-    """Why the nodes were left; None if they were replaced."""
     line: str | None = None
-    """Line of the model that the nodes come from, as "model.py:83", if the trace tells."""
+    """Of the model, as "model.py:83", if the trace tells."""
 
 
 class Rewriter:
-    """A graph module under change. Attributes of the module that nothing uses any more are removed at once, so that
-    weights take their memory once while they are packed.
-
-    Args:
-        module: changed in place; its attributes include the constants of the graph.
-        ops: the backend whose ops go into the graph.
-    """
+    """A graph module under change. Unused attributes of the module are removed at once, so that weights take their
+    memory once while they are packed. Calls go to methods of ``ops``."""
 
     def __init__(self, module: GraphModule, ops: Ops):
         self.module, self.graph, self.ops = module, module.graph, ops
@@ -51,7 +43,7 @@ class Rewriter:
         self._numbers = count()
 
     def call(self, target: Callable[..., Any], *args: Any) -> Node:
-        """Adds a call where nodes are being inserted, together with its result for tensors without data."""
+        """Inserts a call, together with its result for tensors without data."""
         node = self.graph.call_function(target, args)
         with self._mode:
             node.meta["val"] = self._fakes[node] = target(*torch.fx.map_arg(args, self._fake))
@@ -83,31 +75,19 @@ class Rewriter:
         return node
 
     def first_call(self) -> Node:
-        """The first node that is neither an input nor an attribute."""
         found: Node = next(node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr"))
         return found
 
     def tensor(self, node: Node) -> Tensor:
-        """The tensor that a constant node reads."""
         held: Tensor = attribute(self.module, node)
         return held.detach()
 
     def rewrite(
         self, match: Match, outputs: Sequence[Node], build: Callable[[Match], Sequence[Node]]
     ) -> tuple[str, ...]:
-        """Replaces nodes.
-
-        Args:
-            match: what was matched.
-            outputs: the nodes to replace.
-            build: makes the new nodes, one for each output, which are inserted before the first output.
-
-        Returns:
-            The names of the outputs.
-
-        Raises:
-            NotFused: by ``build``, or because an intermediate result is used elsewhere, or an input is computed later.
-        """
+        """Replaces ``outputs`` by the nodes that ``build`` makes before the first of them, one for each. Returns the
+        outputs' names. NotFused by ``build``, or if an intermediate result is used elsewhere, or an input is computed
+        later."""
         inside = set(match.inside)
         for node in match.inside:
             elsewhere = [user for user in node.users if user not in inside]
@@ -153,11 +133,8 @@ class Rewriter:
         self.erase_unused([node for node in reversed(self.graph.nodes) if is_pure(node, self.ops)])
 
     def erase_unused(self, nodes: Iterable[Node]) -> None:
-        """Removes those of the given nodes that have no users, and the attributes of the module that only they read.
-
-        Args:
-            nodes: each before the nodes that it uses, because removing it may leave those without users.
-        """
+        """Removes those of the nodes that have no users, and attributes of the module that only they read. Each node
+        stands before the nodes that it uses, because removing it may leave those without users."""
         attributes: dict[Node, None] = {}
         for node in nodes:
             if node.users:
@@ -181,7 +158,7 @@ class Rewriter:
 
 
 def _shape_env(graph: Graph) -> Any:
-    """The ``ShapeEnv`` of a graph's trace, which the symbolic sizes belong to; None if all its shapes are static."""
+    """The ``ShapeEnv`` of the trace's symbolic sizes; None if all shapes are static."""
     for node in graph.nodes:
         found = node.meta.get("val")
         if isinstance(found, Tensor):

@@ -19,7 +19,6 @@ FIRST, SECOND = Half(X, 0), Half(X, 1)
 
 
 def product(a: Any, b: Any) -> Call:
-    """The pattern of a product in either order."""
     return Call(aten.mul.Tensor, a, b, commutes=True)
 
 
@@ -46,7 +45,7 @@ def token_and_head_dims(x: Sequence[int], table: Sequence[int]) -> tuple[list[in
 
 
 def permutation(node: Node) -> list[int] | None:
-    """The order into which a node brings the dimensions of its argument; None if it does something else."""
+    """The order into which a node brings its argument's dimensions; None if it does something else."""
     args: tuple[Any, ...] = node.args
     rank = value(node).dim()
     if node.target is aten.permute.default:
@@ -59,8 +58,7 @@ def permutation(node: Node) -> list[int] | None:
 
 
 def permuted(rewriter: Rewriter, x: Node, dims: list[int]) -> Node:
-    """``x.permute(dims)``. If x is a permutation that ``dims`` undoes, this is the argument of x; if ``dims`` changes
-    nothing, x."""
+    """``x.permute(dims)``, without a call if ``dims`` changes nothing or undoes a permutation."""
     before, same = permutation(x), list(range(len(dims)))
     if before is not None and [before[dim] for dim in dims] == same:
         source = x.args[0]
@@ -70,7 +68,6 @@ def permuted(rewriter: Rewriter, x: Node, dims: list[int]) -> Node:
 
 
 def reshaped(rewriter: Rewriter, x: Node, shape: Sequence[int]) -> Node:
-    """``x.reshape(shape)``, or x if it has that shape."""
     return x if static(value(x).shape) == static(shape) else rewriter.call(aten.reshape.default, x, static(shape))
 
 
@@ -92,11 +89,7 @@ class Rope:
         return self._fusion(rewriter)
 
     def _check(self, rewriter: Rewriter, match: Match) -> None:
-        """Refuses a match that is no rotation of pairs of one head, or that is computed in another dtype.
-
-        Raises:
-            NotFused: see above.
-        """
+        """Raises NotFused for a match that is no rotation of pairs of one head, or is computed in another dtype."""
         x, cos, sin = match["x"], match["cos"], match["sin"]
         x_value = value(x)
         if not isinstance(cos, Node) or not isinstance(sin, Node) or value(cos).shape != value(sin).shape:
@@ -125,7 +118,6 @@ class Rope:
         return [permuted(rewriter, out, back)]
 
     def _tables_of(self, rewriter: Rewriter, cos: Node, sin: Node, tokens: int, half: int) -> tuple[Node, Node]:
-        """The op's tables of ``tokens`` tokens."""
         key = (cos, sin, str(tokens))
         if key not in self._tables:
             cos_rows, sin_rows = rows_of_constant(rewriter, cos), rows_of_constant(rewriter, sin)
@@ -137,7 +129,6 @@ class Rope:
         return self._tables[key]
 
     def _gathered(self, rewriter: Rewriter, cos: Tensor, sin: Tensor, indices: Node, half: int) -> tuple[Node, Node]:
-        """Rows at ``indices`` of constant tables."""
         constants = [rewriter.constant(x) for x in rewriter.ops.rope_tables(cos[:, :half], sin[:, :half], cos.dtype)]
         place = indices.next if indices.op == "call_function" else rewriter.first_call()
         with rewriter.graph.inserting_before(place):
@@ -145,7 +136,6 @@ class Rope:
         return first, second
 
     def _formed(self, rewriter: Rewriter, cos: Node, sin: Node, tokens: int, half: int) -> tuple[Node, Node]:
-        """Tables of cosines and sines that the graph computes."""
         last = max(cos, sin)
         with rewriter.graph.inserting_before(last.next if last.op == "call_function" else rewriter.first_call()):
             rows = []

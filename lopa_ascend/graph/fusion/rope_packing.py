@@ -15,11 +15,8 @@ from lopa_ascend.graph.fusion.rewriter import Change, NotFused, Rewriter
 
 @dataclass(frozen=True)
 class SplitPart:
-    """A part of a packed layer's result."""
-
     node: Node
     size: int
-    """Size of the last dimension."""
     rope: Node | None
     """The call that rotates it; None if it is not rotated."""
 
@@ -35,7 +32,7 @@ class SplitPart:
 
 
 class RopePacking:
-    """Where several parts of a split are rotated by the same tables, rotates the whole before the split.
+    """Rotates the whole before a split if several parts are rotated by the same tables.
 
     Parts that are not rotated, such as the values beside queries and keys, are rotated by an angle of 0: one kernel
     over all heads costs less than one for each part, and the tables with these angles are made once for all layers.
@@ -61,11 +58,8 @@ class RopePacking:
         return changes
 
     def _pack(self, rewriter: Rewriter, split: Node, parts: Sequence[SplitPart]) -> None:
-        """Rotates what ``split`` divides, in place of its parts.
-
-        Raises:
-            NotFused: the parts are not heads of one size, or are not rotated by the same tables.
-        """
+        """Rotates what ``split`` divides, in place of its parts. NotFused if the parts are not heads of one size, or
+        are not rotated by the same tables."""
         whole, ropes = split.args[0], [part.rope for part in parts if part.rope]
         assert isinstance(whole, Node)
         cos, sin = tables_of(ropes)
@@ -92,7 +86,6 @@ class RopePacking:
         rewriter.rewrite(Match({"whole": whole, "cos": cos, "sin": sin}, inside), outputs, build)
 
     def _tables_for(self, rewriter: Rewriter, cos: Node, sin: Node, is_rotated: Sequence[bool]) -> tuple[Node, Node]:
-        """Tables by which only some heads are rotated."""
         if all(is_rotated):
             return cos, sin
         key = (cos, sin, *is_rotated)
@@ -111,11 +104,7 @@ class RopePacking:
 
 
 def tables_of(ropes: Sequence[Node]) -> tuple[Node, Node]:
-    """The cosines and sines by which all of these calls rotate.
-
-    Raises:
-        NotFused: they are not the same for all.
-    """
+    """The cosines and sines by which all of these calls rotate. NotFused if they differ."""
     cos, sin = ropes[0].args[1:]
     assert isinstance(cos, Node)
     assert isinstance(sin, Node)
@@ -125,11 +114,8 @@ def tables_of(ropes: Sequence[Node]) -> tuple[Node, Node]:
 
 
 def heads_of(parts: Sequence[SplitPart], tokens: int, size: int) -> list[int]:
-    """The number of heads of ``size`` of each part; -1 tokens if their number is unknown.
-
-    Raises:
-        NotFused: a part is not made of heads of this size, or is rotated as something else.
-    """
+    """Each part's number of heads of ``size``; -1 tokens if their number is unknown. NotFused if a part is not made of
+    such heads, or is rotated as something else."""
     if any(part.size % size for part in parts):
         raise NotFused(f"not all parts, of sizes {[part.size for part in parts]}, are made of heads of {size}")
     heads = [part.size // size for part in parts]
@@ -140,7 +126,7 @@ def heads_of(parts: Sequence[SplitPart], tokens: int, size: int) -> list[int]:
 
 
 def rope_of(rewriter: Rewriter, part: Node) -> Node | None:
-    """The rope that rotates a part of a split, if reshapes on the way there are the only other users."""
+    """The rope that rotates a part of a split, if only reshapes lie between them."""
     while len(part.users) == 1:
         (user,) = part.users
         if user.target == rewriter.ops.rope and user.args[0] is part:

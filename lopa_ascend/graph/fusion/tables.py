@@ -48,8 +48,8 @@ def has_equal_halves(rewriter: Rewriter, node: Node) -> bool:
 
 
 def rows_of_constant(rewriter: Rewriter, node: Node) -> tuple[Tensor, Node] | None:
-    """(table [positions, D], indices [T]) if a node gives the rows of a constant table at these indices, perhaps cast
-    and with dimensions of size 1 besides; the table is cast here. None if the node gives something else."""
+    """(table [positions, D], indices [T]) if a node gives rows of a constant table, perhaps cast and with dimensions of
+    size 1 besides; the table is cast here. None if the node gives something else."""
     casts: list[torch.dtype] = []
     while node.target in MOVED or node.target is aten._to_copy.default:
         source = node.args[0]
@@ -73,7 +73,7 @@ def rows_of_constant(rewriter: Rewriter, node: Node) -> tuple[Tensor, Node] | No
 
 
 def _table_and_indices(node: Node) -> tuple[Any, Any]:
-    """(table, indices) of a node that takes rows of a table; (None, None) for any other node."""
+    """(table, indices) of a node that takes rows of a table; otherwise (None, None)."""
     args: tuple[Any, ...] = node.args
     if node.target is aten.index.Tensor and len(args[1]) == 1:
         return args[0], args[1][0]
@@ -85,7 +85,6 @@ def _table_and_indices(node: Node) -> tuple[Any, Any]:
 
 
 def _without_ones(node: Node) -> list[int]:
-    """The shape of a node's result without the dimensions of size 1."""
     return [size for size in static(value(node).shape) if size != 1]
 
 

@@ -25,17 +25,16 @@ from lopa_ascend.graph.fusion.nodes import nodes_in, source_line
 from lopa_ascend.model.plain import ModelError
 
 EXAMPLE_TOKENS = 10007
-"""Tokens of the input that a model is traced with. It is a prime, so that no other size of a model equals it."""
+"""Tokens of the input that a model is traced with: a prime, so that no other size of a model equals it."""
 INSIDE = "plain."
-"""Prefix of the names of tensors in a trace."""
 ERRORS = (RuntimeError, AssertionError, ValueError, TypeError, AttributeError, LookupError)
-"""What torch raises for modules that it cannot trace, and Python for modules that are wrong."""
+"""What torch raises for modules that it cannot trace, and Python for wrong modules."""
 LIBRARIES = tuple(str(Path(str(package.__file__)).parent) for package in (torch, lopa_ascend))
 
 
 @torch.library.custom_op("lopa_ascend::attend", mutates_args=())
 def attend_op(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-    """Stands for the engine's attention in a graph, until ``bind.bind_attend`` puts a call in its place."""
+    """Stands for the engine's attention in a graph, until ``bind.bind_attend`` replaces it."""
     raise NotImplementedError("attend stands in a graph, and is never run")
 
 
@@ -49,17 +48,14 @@ ATTEND = torch.ops.lopa_ascend.attend.default
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced model, without its weights."""
-
     graph: Graph
     """Inputs are ``tokens`` and ``positions``; parameters and buffers are attributes by their names in the module."""
     constants: Mapping[str, Tensor]
-    """Single numbers that the graph reads as tensors, by the names of the attributes."""
     digest: str
     """Equal for models that compute the same ops of tensors of equal shapes, in any process."""
 
     def module(self, tensors: Mapping[str, Tensor]) -> GraphModule:
-        """The graph with the parameters and buffers of the model; it may be changed, so call this once."""
+        """The graph with the model's parameters and buffers. It may be changed, so call this once."""
         names = {str(node.target) for node in self.graph.find_nodes(op="get_attr")}
         held = {**tensors, **self.constants}
         return GraphModule({name: held[name] for name in names}, self.graph)
@@ -94,17 +90,9 @@ class _Exported(nn.Module):
 
 
 def trace(module: nn.Module, config: ModelConfig, device: torch.device) -> Trace:
-    """Traces a plain model; nothing is computed, and the parameters may be on the meta device.
-
-    Args:
-        module: as ``model.plain.build_module`` gives it.
-        config: the model's.
-        device: where the model will run.
-
-    Raises:
-        ModelError: no graph can be made of ``forward`` that holds for any number of tokens from two on; the message
-            names the line. A step of one token runs the same graph.
-    """
+    """Traces a plain model for a device; nothing is computed, and the parameters may be on the meta device. ModelError
+    names the line if no graph of ``forward`` holds for any number of tokens from two on. A step of one token runs the
+    same graph."""
     name = config.model_type
     twin = copy.deepcopy(module)
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), torch.no_grad(), warnings.catch_warnings():

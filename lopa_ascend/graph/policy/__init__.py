@@ -9,11 +9,10 @@ A **cell** is the place of a generated position, numbered block * L + offset fro
 L cells. Blocks may be shorter than L, and a sequence's last block shorter still; cells after the end of their block
 hold no position.
 
-Row i of a sequence is branch i in evaluation order: lookahead branches by rank, then the anchor. The rows after the
-anchor are padding.
+Row i of a sequence is branch i in evaluation order: lookahead branches by rank, then the anchor, then padding.
 
-Shapes are written with S sequences, B branches of a sequence, R slots (branches on one rank), W blocks of the window,
-L cells of a block and C = W * L cells of the window. Some ops have no kernel on an NPU's vector cores: maxima of int32,
+Shapes are written with S sequences, B branches of a sequence, R slots (branches on one rank), W blocks of the window, L
+cells of a block and C = W * L cells of the window. Some ops have no kernel on an NPU's vector cores: maxima of int32,
 selections of bool, sorts of integers. So counts of masks are float32, and confidences are ranked before ``topk``.
 
 A confidence may be NaN. All indices stay inside their range then, and other sequences are not affected.

@@ -15,10 +15,10 @@ from lopa_ascend.graph.policy.rows import Constants, Launch, RequestParams, Rows
 
 
 class Predicted(NamedTuple):
-    """What the model predicts for every cell of every branch; only the masked cells count."""
+    """Predictions for every cell of every branch; only the masked cells count."""
 
     tokens: Tensor
-    """Token ids, int32 [S, B, C]."""
+    """int32 [S, B, C]."""
     max_probs: Tensor
     """float32 [S, B, C]."""
     confidences: Tensor
@@ -33,11 +33,8 @@ def advance(
     constants: Constants,
     branch_acceptance: str = "published",
 ) -> tuple[State, Tensor]:
-    """The state after the step, and the branch of each sequence that has won it, int64 [S].
-
-    Args:
-        branch_acceptance: see ``DecodingParams``; the lookahead branches have one token of their own.
-    """
+    """The state after the step, and each sequence's winning branch, int64 [S]. ``branch_acceptance``: see
+    ``DecodingParams``; each lookahead branch has one token of its own."""
     filled = fills(rows, predicted, params, constants)
     beats = _scores_higher(rows, predicted, constants)
     if branch_acceptance != "published":
@@ -66,12 +63,8 @@ def _opens(
     params: RequestParams,
     constants: Constants,
 ) -> Tensor:
-    """Whether each branch of the next pass opens another block, bool [S, B].
-
-    Args:
-        tokens: of the anchor after its fills, int32 [S, C].
-        num_opened_blocks: of the winner, int32 [S, 1].
-    """
+    """Whether each branch of the next pass opens another block, bool [S, B]. ``tokens`` are the anchor's after its
+    fills, int32 [S, C]; ``num_opened_blocks`` the winner's, int32 [S, 1]."""
     own = lookahead_cells[..., None] == launch.cells[:, None]
     branch_tokens = torch.where(own, guesses[:, None], tokens[:, None])
     masks = count_masks(branch_tokens == params.mask[:, None, None], launch.blocks.shape[1])
@@ -102,11 +95,7 @@ def _progress(
     constants: Constants,
     branch_acceptance: str,
 ) -> Tensor:
-    """What decides before the score with "verified" and "exact", float32 [S, B].
-
-    Args:
-        filled: the cells that each branch fills, bool [S, B, C].
-    """
+    """What decides before the score with "verified" and "exact", float32 [S, B]. ``filled``: bool [S, B, C]."""
     anchor = rows.is_anchor.float().argmax(-1)
     anchor_fills = _of_branch(filled, anchor)
     after_anchor = torch.where(anchor_fills, _of_branch(predicted.tokens, anchor), _of_branch(rows.tokens, anchor))
@@ -126,11 +115,8 @@ def _is_next(
     """Whether a row is what D2F would compute in its next pass, while nothing is committed in between, bool [S, B].
 
     The window begins with the first block that was not final before the last step's fills. So there is no commit in
-    this pass, nor in D2F's next one, as long as that block has masks.
-
-    Args:
-        after_anchor: the anchor's token ids with its fills, int32 [S, C].
-        anchor: its number in each sequence, int64 [S].
+    this pass, nor in D2F's next one, as long as that block has masks. ``after_anchor``: the anchor's token ids with its
+    fills, int32 [S, C]; ``anchor``: its number in each sequence, int64 [S].
     """
     num_opened = rows.num_opened_blocks.gather(1, anchor[:, None])
     has_its_tokens = ~(rows.tokens != after_anchor[:, None]).any(-1)
@@ -154,20 +140,15 @@ def _scores_higher(rows: Rows, predicted: Predicted, constants: Constants) -> Te
 
 
 def _of_branch(x: Tensor, branch: Tensor) -> Tensor:
-    """One branch of each sequence of ``x`` [S, B, C]; [S, C]."""
+    """One branch [S, C] of each sequence of ``x`` [S, B, C]."""
     return x.gather(1, branch[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
 
 
 def _candidates(
     is_open: Tensor, confidences: Tensor, launch: Launch, params: RequestParams, constants: Constants
 ) -> Tensor:
-    """The cells that the next lookahead branches fill, int32 [S, B]: of the cells that are still masked the most
-    confident ones, the earlier one among equals; -1 for the anchor and for padding.
-
-    Args:
-        is_open: the cells that are still masked, bool [S, C].
-        confidences: of the winner, float32 [S, C].
-    """
+    """The cells that the next lookahead branches fill, int32 [S, B]: the most confident of the masked cells ``is_open``
+    [S, C] by the winner's ``confidences`` [S, C], the earlier one among equals; -1 for the anchor and for padding."""
     confidences = torch.where(is_open, confidences, constants.no_confidence)
     mine, others = confidences[:, :, None], confidences[:, None]
     is_ahead = (mine > others) | ((mine == others) & constants.cell_precedes)

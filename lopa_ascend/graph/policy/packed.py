@@ -4,12 +4,12 @@ In a block-causal window the blocks of a lookahead branch before the one with it
 the same tokens and see the same keys. So are all blocks of a slot without a branch. A packed step computes them once,
 as the anchor's, and every slot takes keys, values and predictions from there. It computes no block that is not open.
 
-The host says how many slots may compute each block; which these are the device finds out, for it alone knows where the
-lookahead cells are when a step is launched ahead. The slots of a sequence are in **order** of how many blocks they
-compute, the anchor's first. So those that compute a block come first in this order, and a block-row is the block and a
-place in the order. KV lengths depend on the block alone, so the host knows them.
+The host says how many slots may compute each block. Which ones, the device finds out, for it alone knows the lookahead
+cells when a step is launched ahead. A sequence's slots are in **order** of how many blocks they compute, the anchor's
+first. So those that compute a block come first, and a block-row is the block and a place in the order. KV lengths
+depend on the block alone, so the host knows them.
 
-Between branch-parallel groups the anchor is in one of them only, so there every slot computes its open blocks.
+Of several branch-parallel groups only one has the anchor, so there every slot computes its open blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Packing(NamedTuple):
     first_blocks: Annotated[Tensor, int32("rows")]
     """Its block in the first slot of its sequence."""
     starts: Annotated[Tensor, float32("sequences blocks")]
-    """First block-row of each block, which is the anchor's; of a block without one that of the sequence's first."""
+    """First block-row of each block, which is the anchor's; for a block without one, the sequence's first."""
     others: Annotated[Tensor, float32("sequences blocks")]
     """Block-rows of the block behind that one."""
     end_rows: Annotated[Tensor, int32("rows")]
@@ -57,11 +57,6 @@ class Layout(NamedTuple):
 
 
 def layout(rows: Rows, launch: Launch, packing: Packing, constants: Constants, num_groups: int) -> Layout:
-    """Where a packed step computes what.
-
-    Args:
-        num_groups: branch-parallel groups.
-    """
     (S, W), R = launch.blocks.shape, launch.slot_mapping.shape[1]
     if num_groups == 1:
         place, order, computes = _order(rows, constants, W)

@@ -11,31 +11,26 @@ from lopa_ascend.graph.spec import boolean, float32, int32
 
 
 class Launch(NamedTuple):
-    """What the host says of each sequence when it launches a step."""
+    """What the host says of each sequence when it launches a step, with the numbers of the window's cells
+    and blocks."""
 
     seats: Annotated[Tensor, int32("sequences")]
-    """Row of each sequence in the packed states; padding rows have seats that are never assigned."""
+    """Rows in the packed states; padding rows have seats that are never assigned."""
     kept_at: Annotated[Tensor, int32("sequences cells")]
-    """Where each cell of the window lies among the tokens of the last window, in the flat packed states. Cells that the
-    last window did not have point anywhere."""
+    """Where each cell of the window lies among the last window's tokens, in the flat packed states; anywhere for a new
+    cell."""
     new_tokens: Annotated[Tensor, int32("sequences cells")]
-    """What the cells hold that the last window did not have: the mask, or a token that is neither the mask nor an end
-    if the cell has no position. -1 for all other cells."""
+    """Content of cells that the last window did not have: the mask, or for a cell without a position a token that is
+    neither the mask nor an end. -1 for all other cells."""
     cells: Annotated[Tensor, int32("sequences cells")]
-    """Number of each cell of the window."""
     blocks: Annotated[Tensor, int32("sequences blocks")]
-    """Number of each block of the window."""
     max_opened_blocks: Annotated[Tensor, int32("sequences")]
-    """The most generated blocks that the sequence may have opened."""
     slot_mapping: Annotated[Tensor, int32("sequences slots cells")]
-    """Flat cache position of each cell in each slot; of padding positions if a cell must not be written."""
+    """Flat cache position of each cell in each slot; a padding position if the cell must not be written."""
 
 
 class RequestParams(NamedTuple):
-    """Decoding parameters of each sequence."""
-
     mask: Annotated[Tensor, int32("sequences")]
-    """Token id of the mask."""
     ends: Annotated[Tensor, int32("sequences max_ends")]
     """Token ids that end the answer; unused places hold -1."""
     num_branches: Annotated[Tensor, int32("sequences")]
@@ -62,24 +57,19 @@ class Constants(NamedTuple):
     padding_positions: Annotated[Tensor, int32("sequences slots cells")]
     """Distinct flat cache positions that are written and never read."""
     no_cell: Annotated[Tensor, int32("one")]
-    """-1"""
     no_masks: Annotated[Tensor, float32("one")]
-    """0"""
     no_limit: Annotated[Tensor, float32("one")]
-    """Infinity"""
     no_confidence: Annotated[Tensor, float32("one")]
-    """-infinity"""
     no_rank: Annotated[Tensor, float32("one")]
-    """-1"""
 
 
 class State(NamedTuple):
     """What the device keeps of each sequence between two steps, int32. Packed, it is one row of ``Storage.states``."""
 
     tokens: Tensor
-    """Token ids of the anchor's window [S, C]."""
+    """The anchor's window [S, C]."""
     guesses: Tensor
-    """Token ids that the last winner predicted for these cells [S, C]."""
+    """The last winner's predictions for these cells [S, C]."""
     num_opened_blocks: Tensor
     """Generated blocks that each branch has opened, finished ones included [S, B]."""
     lookahead_cells: Tensor
@@ -87,10 +77,8 @@ class State(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The branches of a step."""
-
     tokens: Tensor
-    """Token ids, int32 [S, B, C]."""
+    """int32 [S, B, C]."""
     masked: Tensor
     """Cells to predict, bool [S, B, C]."""
     masks: Tensor
@@ -102,16 +90,12 @@ class Rows(NamedTuple):
     is_anchor: Tensor
     """bool [S, B]."""
     is_lookahead: Tensor
-    """bool [S, B]; the rows that are neither this nor the anchor are padding."""
+    """bool [S, B]; rows that are neither this nor the anchor are padding."""
 
 
 def unpack_state(states: Tensor, launch: Launch, max_cells: int) -> State:
-    """The state of the launched sequences, in the cells of this window.
-
-    Args:
-        states: ``Storage.states`` [seats, state size].
-        max_cells: cells of the largest window of any bucket.
-    """
+    """The state of the launched sequences, in the cells of this window. ``states`` [seats, state size]; ``max_cells``:
+    cells of the largest window of any bucket."""
     packed = states.view(torch.int32)
     kept_at = launch.kept_at.view(-1)
     kept, guesses = (packed.view(-1).index_select(0, at).view_as(launch.cells) for at in (kept_at, kept_at + max_cells))
@@ -121,11 +105,9 @@ def unpack_state(states: Tensor, launch: Launch, max_cells: int) -> State:
 
 
 def pack_state(state: State, max_cells: int) -> Tensor:
-    """A row for each sequence, float32 with the bits of int32, because an NPU scatters rows of floats only.
-
-    The columns are the tokens and the guesses of the window, each filled up to ``max_cells``, the numbers of opened
-    blocks, and the lookahead cells.
-    """
+    """A row for each sequence, float32 with the bits of int32, because an NPU scatters rows of floats only. The columns
+    are the tokens and the guesses of the window, each filled up to ``max_cells``, the numbers of opened blocks, and the
+    lookahead cells."""
     num_cells = state.tokens.shape[1]
     filler = state.tokens[:, :1].expand(-1, max_cells - num_cells)
     parts = [state.tokens, filler, state.guesses, filler, state.num_opened_blocks, state.lookahead_cells]
@@ -133,7 +115,6 @@ def pack_state(state: State, max_cells: int) -> Tensor:
 
 
 def branch_rows(state: State, launch: Launch, params: RequestParams, constants: Constants) -> Rows:
-    """What each branch holds."""
     S, B = state.lookahead_cells.shape
     W = launch.blocks.shape[1]
     own = state.lookahead_cells[..., None] == launch.cells[:, None]
@@ -171,10 +152,8 @@ def opens_block(
     """Whether each branch opens another block, bool [S, B]: it has no end, its last block is filled to ``tau_add``, and
     neither the canvas nor ``max_active_blocks``, counted from the first block with masks on, is used up.
 
-    Args:
-        tokens: token ids [S, B, C].
-        masks: in each block, opened or not, float32 [S, B, W].
-        num_opened_blocks: of each sequence, int32 [S, 1].
+    ``tokens`` [S, B, C]; ``masks``: in each block, opened or not, float32 [S, B, W]; ``num_opened_blocks``: int32
+    [S, 1].
     """
     block = launch.blocks[:, None]  # [S, 1, W]
     num_opened = num_opened_blocks[..., None]
@@ -201,10 +180,9 @@ def rows_of_group(
     """(token ids, flat cache positions) int32 [S, R, C] of the branches that one branch-parallel group computes: branch
     i has slot i div num_groups of group i mod num_groups.
 
-    Open blocks are written in every slot, also if the slot has no branch, whose row is a copy of the anchor: the next
-    pass may commit them. Blocks that are not open are written too, into pages of their own sequence: no open block sees
-    them, and once they are open they are written anew. With full attention every block is seen, so there they go to
-    padding positions.
+    Open blocks are written in every slot, since the next pass may commit them; a slot without a branch has a copy of
+    the anchor. Blocks that are not open are written too, into pages of their own sequence: no open block sees them, and
+    once they are open they are written anew. With full attention every block is seen, so they go to padding positions.
     """
     S, R, _ = launch.slot_mapping.shape
     tokens = rows.tokens[:, group::num_groups] if num_groups > 1 else rows.tokens

@@ -5,7 +5,7 @@
     bench plan --dies 16 --tp 4                         the best (bp, k) with tp 4
     bench plan --dies 16 --requests 64 --json           the same for 64 requests, as JSON
     bench plan --device report.json --tp 4 --bp 4       with what the self-test has measured on your dies
-    bench plan --validate                               predictions beside steps and speeds that others have published
+    bench plan --validate                               predictions beside the paper's rows and measured steps, as JSON
     bench plan --device h200 --constants                the constants of a device with their sources
 
 A prediction is a range, from the fastest to the slowest value of each constant. Padding to buckets and prompts come on
@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from lopa_ascend.config import ConfigError, ModelConfig
 from scripts.arguments import add_numbers, positive
 from scripts.bench.plan.devices import DeviceError, Range, constants_table, known_devices, load_device
+from scripts.bench.plan.measured import compare
 from scripts.bench.plan.models import known_models, load_model
 from scripts.bench.plan.search import DEFAULT_TPF, Plan, best_plan, plan, tokens_per_forward
 from scripts.bench.plan.step import ENDS, floor
 from scripts.bench.plan.tasks import PRECISIONS, Workload
-from scripts.bench.plan.validate import validate
+from scripts.bench.plan.validate import published_engine, validate
 from scripts.bench.tables import table
 
 CONTEXT = 1024
@@ -50,7 +50,7 @@ TERMS = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     models = f"{' or '.join(known_models())}, a directory with a config.json, or a name on the hub (default: Dream-7B)"
     parser.add_argument("--model", default="Dream-7B", metavar="MODEL", help=models)
-    known = f"{' or '.join(known_devices())}, or a report of the self-test (default: 910c)"
+    known = f"{' or '.join(known_devices())}, a JSON file of one device, or a report of the self-test (default: 910c)"
     parser.add_argument("--device", default="910c", metavar="DEVICE", help=known)
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="bf16", help="number format of the weights (default: bf16)"
@@ -75,10 +75,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--tpf",
         nargs="+",
         type=_parse_tpf,
-        metavar="K:X",
-        default=[*DEFAULT_TPF.items()],
-        help="tokens per forward pass with K branches, interpolated between several (default: 0:3.1 14:10.1, which "
-        "D2F-Dream has on GSM8K in the paper)",
+        metavar="X",
+        help="tokens per forward pass: one number for the given --k, or pairs K:X between which it is interpolated "
+        "(default: " + " ".join(f"{k}:{tpf}" for k, tpf in DEFAULT_TPF.items()) + ", D2F-Dream on GSM8K in the paper)",
     )
     for name, text in (
         ("--json", "print JSON"),
@@ -95,16 +94,37 @@ def _share(text: str) -> float:
     return value
 
 
-def _parse_tpf(text: str) -> tuple[int, float]:
-    """The pair of a text such as 3:6.5."""
-    before, _, after = text.partition(":")
+def _parse_tpf(text: str) -> tuple[int | None, float]:
+    """The pair (k, TPF) of a text such as 3:6.5; k is None where the text is one number."""
+    before, colon, after = text.rpartition(":")
     try:
-        k, tpf = int(before), float(after)
+        k = int(before) if colon else None
+        tpf = float(after)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be K:NUMBER, got {text!r}") from None
-    if not (k >= 0 and 0 < tpf < math.inf):
-        raise argparse.ArgumentTypeError(f"must have K from 0 on and a number above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number or K:NUMBER, got {text!r}") from None
+    if k is not None and k < 0:
+        raise argparse.ArgumentTypeError(f"K must be at least 0, got {text!r}")
+    if not 0 < tpf < 1e6:
+        raise argparse.ArgumentTypeError(f"must be above 0 and below a million, got {text!r}")
     return k, tpf
+
+
+def _known_tpf(args: argparse.Namespace) -> dict[int, float]:
+    """TPF by k, from --tpf.
+
+    Raises:
+        ValueError: one number without --k, or together with pairs.
+    """
+    if args.tpf is None:
+        return dict(DEFAULT_TPF)
+    single = [tpf for k, tpf in args.tpf if k is None]
+    if not single:
+        return dict(args.tpf)
+    if len(args.tpf) > 1:
+        raise ValueError("--tpf takes one number, or pairs K:X")
+    if args.k is None:
+        raise ValueError("--tpf with one number needs --k; give pairs K:X to compare numbers of branches")
+    return {args.k: single[0]}
 
 
 def _best(args: argparse.Namespace, model: ModelConfig, devices: Range, requests: int) -> Plan:
@@ -113,7 +133,7 @@ def _best(args: argparse.Namespace, model: ModelConfig, devices: Range, requests
     Raises:
         ValueError: the flags do not go together, or nothing fits.
     """
-    known = dict(args.tpf)
+    known = _known_tpf(args)
     given = {name: getattr(args, name) for name in ("precision", "window", "context", "block", "computed", "predicted")}
     work = Workload(**given, requests=requests)
     given = {name: getattr(args, name) for name in ("tp", "bp", "k") if getattr(args, name) is not None}
@@ -151,7 +171,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def _print(args: argparse.Namespace) -> None:
     if args.validate:
-        print(validate())
+        print(json.dumps({"rows": validate(), "published_engine": published_engine(), "measured": compare()}))
         return
     if args.constants:
         print(constants_table(args.device))

@@ -1,75 +1,162 @@
-"""Predictions beside what others have published: rows of the LoPA paper, and steps of Qwen3-8B.
+"""Predictions for the rows of the paper's Table 4, settings S1 to S18, and for the engine of S13 to S18.
 
-A row of the paper needs its tokens per forward pass, which it has for S12 and S18 alone. The steps of Qwen3-8B leave
-out the host: their graphs take KV lengths from the device, and their engine is another one. Bandwidth and fixed costs
-of attention and small kernels of the 910C were fitted to these steps, and nothing to the paper's rows.
+A prediction needs the row's tokens per forward pass (TPF). The paper has them for S12 and S18 alone (Table 3). The TPF
+of any other row is estimated, never from the row's own tokens/s:
+
+- S1 to S6 start from S18's TPF, S7 to S11 from S12's, S13 to S17 from S18's: equal branches and, at the end of each
+  group, equal thresholds.
+- Within a group TPF depends on the thresholds as tokens/s do in the rows of the other platform with four branches (S1
+  to S6, or S13 to S18) for the same model and task.
+
+A prediction is for the steps of this engine. The engine of S13 to S18 was never published. What is known of the paper's
+others, and of graphs on an NPU, says what it does besides, one after the other: ``published_engine``.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lopa_ascend.config.files import read_json_object
-from scripts.bench.plan.devices import load_device
+from scripts.bench.plan.devices import Range, load_device
 from scripts.bench.plan.models import load_model
-from scripts.bench.plan.step import predict
+from scripts.bench.plan.step import ENDS, predict
 from scripts.bench.plan.tasks import Workload
-from scripts.bench.tables import table
 
-PAPER, MEASURED = (Path(__file__).with_name(name) for name in ("paper.json", "measured.json"))
+FILE = Path(__file__).with_name("paper.json")
 WINDOW = 128
 """Positions of a window: 4 blocks of 32. Assumed; the paper does not say how many blocks are open."""
 CONTEXT = 1024
 """Few-shot prompt and committed blocks. Assumed; the term is small."""
+PROMPTS = {"low": 512, "high": 1024}
+"""Tokens of the few-shot prompts, whose passes are in the published times of answers. Assumed."""
+GROUP_SIZE = 6
+"""Settings with the same thresholds in the same order, from the highest to the lowest: S1 to S6, S7 to S12, S13 to S18.
+"""
+Key = tuple[str, str]
+"""Model and task."""
+Figures = Mapping[tuple[str, str, int], float]
+"""By model, task and number of the setting."""
 
 
 def read_paper() -> dict[str, Any]:
     """The content of paper.json."""
-    return read_json_object(PAPER, ValueError)
+    return read_json_object(FILE, ValueError)
 
 
-def paper_rows() -> list[dict[str, Any]]:
-    """The rows whose tokens per forward pass are published: milliseconds of a step, published and predicted, and
-    tokens/s predicted over published. One request, one branch on each group of ranks."""
-    paper, found = read_paper(), []
-    names = ("setting", "model", "task")
-    speeds = {tuple(row[name] for name in names): row["avg_tps"] for row in paper["rows"]}
-    for row in paper["tokens_per_forward"]:
-        setting = next(each for name, each in paper["settings"].items() if name.endswith(f"-{row['setting']}"))
-        sizes = {name: setting[name] for name in ("precision", "tp", "bp")}
-        work = Workload(**sizes, k=setting["bp"] - 1, window=WINDOW, context=CONTEXT, tpf=row["tpf"])
-        steps = predict(load_model("Dream-7B"), load_device(setting["device"]), work)
-        low, high = (1000 * step.step for step in steps.values())
-        published = 1000 * row["tpf"] / speeds[tuple(row[name] for name in names)]
-        found.append(
+def validate() -> list[dict[str, Any]]:
+    """One row for each setting, model and task, in the paper's order.
+
+    ``predicted`` is the geometric mean of tokens/s at both ends of the range: ``fastest`` and ``slowest``.
+    """
+    paper = read_paper()
+    published, known, rows = _by_row(paper["rows"], "avg_tps"), _by_row(paper["tokens_per_forward"], "tpf"), []
+    for row in paper["rows"]:
+        number, key = _number(row["setting"]), (row["model"], row["task"])
+        setting = paper["settings"][_group(paper["settings"], number)]
+        tpf, source = _tokens_per_forward(key, number, published, known)
+        steps = predict(load_model("Dream-7B"), load_device(setting["device"]), _workload(setting, tpf))
+        speeds = {"fastest": tpf / steps["low"].step, "slowest": tpf / steps["high"].step}
+        middle = math.prod(speeds.values()) ** 0.5
+        rows.append(
             {
-                "row": " ".join(row[name] for name in names).replace("D2F-Dream-", ""),
-                "published, ms": f"{published:.1f}",
-                "predicted, ms": f"{low:.1f} to {high:.1f}",
-                "tokens/s, times the published": f"{published / high:.2f} to {published / low:.2f}",
+                **{name: row[name] for name in ("setting", "model", "task")},
+                "predicted": round(middle, 2),
+                "published": row["avg_tps"],
+                "predicted_over_published": round(middle / row["avg_tps"], 4),
+                **{f"predicted_{end}": round(speed, 2) for end, speed in speeds.items()},
+                **{f"{end}_over_published": round(speed / row["avg_tps"], 4) for end, speed in speeds.items()},
+                "platform": setting["platform"],
+                "step_ms_fastest": round(1000 * steps["low"].step, 3),
+                "step_ms_slowest": round(1000 * steps["high"].step, 3),
+                "published_step_ms": round(1000 * tpf / row["avg_tps"], 3),
+                "bound_by_fastest": steps["low"].bound_by,
+                "bound_by_slowest": steps["high"].bound_by,
+                "tpf": round(tpf, 3),
+                "tpf_source": source,
             }
         )
+    return rows
+
+
+def published_engine() -> list[dict[str, Any]]:
+    """What a step of S13 to S18 takes in the engine that was published with them, in milliseconds.
+
+    For each row of these settings the range of "engine", which is the sum of
+
+    - "step": this engine's.
+    - "host": the host chooses the winner and what is filled, as in the published code for GPUs. So its launch, inputs
+      and results come between two steps.
+    - "lengths": before each step it writes the KV lengths of all layers, changed or not.
+    - "prompt": by how much the first pass of an answer is longer, as it computes the prompt too, divided among its
+      passes.
+    """
+    paper = read_paper()
+    published = _by_row(paper["rows"], "avg_tps")
+    tokens = {
+        (row["model"], row["task"]): row["latency_s"] * published[row["model"], row["task"], 18]
+        for row in paper["tokens_per_forward"]
+        if row["setting"] == "S18"
+    }
+    setting = next(each for each in paper["settings"].values() if each["device"] == "910c")
+    model, devices = load_model("Dream-7B"), load_device(setting["device"])
+    waits = Range(*(replace(device, host_overlaps=0.0) for device in devices))
+    found = []
+    for row in validate():
+        if row["platform"] != setting["platform"]:
+            continue
+        work = _workload(setting, row["tpf"])
+        ours, waiting = predict(model, devices, work), predict(model, waits, replace(work, block=1))
+        passes = tokens[row["model"], row["task"]] / row["tpf"]
+        ends = {}
+        for end in ENDS:
+            step, then = ours[end].step, waiting[end]
+            with_prompt = replace(work, k=0, window=PROMPTS[end] + work.block, context=0)
+            first = predict(model, devices, with_prompt)[end].device
+            terms = {
+                "step": step,
+                "host": then.step - then.updates - step,
+                "lengths": then.updates,
+                "prompt": max(0.0, first - then.device) / passes,
+            }
+            ends[end] = {name: round(1000 * seconds, 3) for name, seconds in terms.items()}
+            ends[end]["engine"] = round(1000 * sum(terms.values()), 3)
+        names = {name: row[name] for name in ("setting", "model", "task", "published_step_ms")}
+        found.append({**names, "fastest_ms": ends["low"], "slowest_ms": ends["high"]})
     return found
 
 
-def measured_steps() -> list[dict[str, Any]]:
-    """Milliseconds of each measured step of a token, and of its prediction."""
-    data, found = read_json_object(MEASURED, ValueError), []
-    model, devices = load_model(data["model"]), load_device(data["device"])
-    for row in data["rows"]:
-        work = Workload(precision=row["precision"], tp=row["tp"], k=0, window=1, block=1, context=data["context"])
-        low, high = (1000 * step.device for step in predict(model, devices, work).values())
-        found.append(
-            {
-                "step": f"{row['precision']}, tp {row['tp']}",
-                "measured, ms": f"{row['step_ms']:.2f}",
-                "predicted, ms": f"{low:.1f} to {high:.1f}",
-            }
-        )
-    return found
+def _workload(setting: Mapping[str, Any], tpf: float) -> Workload:
+    """That of a group of settings: one request, one branch on each group of ranks."""
+    sizes = {name: setting[name] for name in ("precision", "tp", "bp")}
+    return Workload(**sizes, k=setting["bp"] - 1, window=WINDOW, context=CONTEXT, tpf=tpf)
 
 
-def validate() -> str:
-    """Both as tables in Markdown."""
-    return "\n\n".join(table([*rows[0]], (row.values() for row in rows)) for rows in (measured_steps(), paper_rows()))
+def _by_row(rows: Iterable[Mapping[str, Any]], column: str) -> Figures:
+    return {(row["model"], row["task"], _number(row["setting"])): row[column] for row in rows}
+
+
+def _tokens_per_forward(key: Key, number: int, published: Figures, known: Figures) -> tuple[float, str]:
+    """The TPF of a setting's row and where it comes from, by tokens/s and TPF of the paper."""
+    if (*key, number) in known:
+        return known[(*key, number)], "Table 3"
+    anchor = 12 if 7 <= number <= 12 else 18
+    other_platform = range(1, 7) if number >= 13 else range(13, 19)
+    same_thresholds, lowest_thresholds = other_platform[(number - 1) % GROUP_SIZE], other_platform[-1]
+    ratio = published[(*key, same_thresholds)] / published[(*key, lowest_thresholds)]
+    is_same = same_thresholds == lowest_thresholds
+    factor = "" if is_same else f" x tokens/s of S{same_thresholds} / S{lowest_thresholds}"
+    return known[(*key, anchor)] * ratio, f"estimated: TPF of S{anchor}{factor}"
+
+
+def _number(setting: str) -> int:
+    return int(setting.removeprefix("S"))
+
+
+def _group(settings: Mapping[str, Any], number: int) -> str:
+    """The name of the group, such as "S1-S6", that has a setting."""
+    spans = {name: [_number(end) for end in name.split("-")] for name in settings}
+    return next(name for name, (first, last) in spans.items() if first <= number <= last)

@@ -1,7 +1,7 @@
-"""Ops in C++ for what torch computes slowly on a CPU, on x86 processors: linear layers in bfloat16 and of int8
-activations from AVX2 on, the other ops with bfloat16 units (AVX512-BF16).
+"""Ops in C++ for what torch computes slowly on x86 processors: linear layers in bfloat16 and of int8 activations from
+AVX2 on, the other ops with bfloat16 units (AVX512-BF16).
 
-Installing the project compiles them where there is a C++ compiler (``setup.py``). Without one, or on another processor,
+Installing the project compiles them if there is a C++ compiler (``setup.py``). Without one, or on another processor,
 ``CpuOps`` computes everything by torch; results then differ in the last bits.
 """
 
@@ -19,7 +19,6 @@ from lopa_ascend.backend.cpu.processor import bfloat16_instructions
 
 
 def load_cpu_ops(*, packs_weights: bool = False) -> CpuOps:
-    """The fastest ops that this processor and this installation have."""
     kernels = find_kernels()
     if kernels is None:
         return CpuOps(packs_weights=packs_weights)

@@ -1,4 +1,4 @@
-"""Linear layers of int8 activations on a CPU by the kernels, with weights in the order in which those read them."""
+"""Linear layers of int8 activations by the kernels, with weights in the order in which those read them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lopa_ascend.backend.cpu.products import Multiply
 from lopa_ascend.backend.interface import Int4Weight
 
 STRIP, TILE, PANEL = 32, 64, 16
-"""Outputs of a strip, inputs of a tile, and outputs of a panel, which ``int8.cpp`` explains."""
+"""Outputs of a strip, inputs of a tile, and outputs of a panel (``int8.cpp``)."""
 INSTRUCTIONS = ("avx2", "vnni", "amx")
-"""The instruction sets in the order in which ``int8.cpp`` numbers them."""
+"""In the order in which ``int8.cpp`` numbers them."""
 
 
 def pack_int8(weight: Tensor) -> Tensor:
@@ -26,8 +26,8 @@ def pack_int8(weight: Tensor) -> Tensor:
 
 
 def pack_int4(weight: Int4Weight) -> Int4Weight:
-    """An int4 weight, whose outputs are whole strips, as a stream, uint8 [strips, tiles, TILE / 2 * STRIP]; scales
-    and zeros [strips, groups, STRIP]."""
+    """An int4 weight, whose outputs are whole strips, as a stream, uint8 [strips, tiles, TILE / 2 * STRIP]; scales and
+    zeros [strips, groups, STRIP]."""
     group = 2 * weight.codes.shape[1] // weight.scale.shape[1]
     codes = _padded(weight.codes, STRIP, TILE // 2)
     low, high = torch.stack([codes & 15, codes >> 4], -1).view(len(codes), -1, 2, 4).unbind(2)  # each of four inputs
@@ -44,7 +44,6 @@ def pack_int4(weight: Int4Weight) -> Int4Weight:
 
 
 def _padded(weight: Tensor, outputs: int, inputs: int) -> Tensor:
-    """A matrix with zeros up to multiples of so many rows and columns."""
     rows, columns = weight.shape
     return F.pad(weight, (0, -columns % inputs, 0, -rows % outputs))
 
@@ -56,14 +55,8 @@ def _stream(words: Tensor, words_of_tile: int) -> Tensor:
 
 
 class IntegerOps(CpuOps):
-    """``Ops`` on a CPU whose linear layers of int8 activations the kernels compute, and the rest ``CpuOps``.
-
-    Args:
-        kernels: of this processor.
-        packs_weights: see ``CpuOps``; the kernels compute layers with packed weights.
-        multiply_blocks: see ``CpuOps``.
-        instructions: one of ``INSTRUCTIONS``; None: the fastest of this processor.
-    """
+    """``CpuOps`` whose linear layers of int8 activations with packed weights the kernels compute, by ``instructions``,
+    one of ``INSTRUCTIONS``, or the fastest of this processor."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 LIBRARY = "lopa_ascend.backend.cpu.native.compiled"
-"""What ``setup.py`` compiles: a library of C functions that lies where an extension module of this name would."""
+"""What ``setup.py`` compiles: a library of C functions, in the place of an extension module of this name."""
 OPENMP = re.compile(r"^(?:\S+ +){5}(/.*/lib(?:gomp|iomp5|omp)\b[^/\n]*\.so.*)$", re.MULTILINE)
 """The file of an OpenMP library in the memory map of a process: the sixth field of a line, which may hold spaces."""
 MEMORY_MAP = Path("/proc/self/maps")
@@ -38,12 +38,6 @@ SMALL = 32768
 
 
 class Kernels:
-    """The functions of the library.
-
-    Args:
-        library: as ``setup.py`` compiles it.
-    """
-
     def __init__(self, library: ctypes.CDLL):
         self._functions = {name: getattr(library, name) for name in ARGUMENTS}
         for name, types in ARGUMENTS.items():
@@ -51,24 +45,17 @@ class Kernels:
             self._functions[name].restype = None
 
     def call(self, name: str, *arguments: Tensor | ctypes.Array[ctypes.c_int64] | float | None, work: int) -> None:
-        """Calls a function, with torch's number of threads unless there is little to do.
-
-        Args:
-            name: a key of ``ARGUMENTS``.
-            arguments: all but the number of threads. None is a null pointer.
-            work: about how many vector elements are computed.
-        """
+        """Calls a function, with torch's number of threads unless there is little to do. None is a null pointer;
+        ``work`` is about how many vector elements are computed."""
         pointers = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
         self._functions[name](*pointers, torch.get_num_threads() if work > SMALL else 1)
 
 
 def numbers(*values: int) -> ctypes.Array[ctypes.c_int64]:
-    """An array of integers as an argument of a function."""
     return (ctypes.c_int64 * len(values))(*values)
 
 
 def find_kernels() -> Kernels | None:
-    """The kernels, or None where they were not compiled."""
     spec = find_spec(LIBRARY)
     if spec is None or spec.origin is None:
         return None
@@ -80,12 +67,8 @@ def find_kernels() -> Kernels | None:
 
 
 def load_kernels(library: str) -> Kernels | None:
-    """The kernels in a file; None if torch has loaded no OpenMP library.
-
-    Raises:
-        OSError: the file cannot be loaded.
-        AttributeError: a function is missing.
-    """
+    """The kernels in a file; None if torch has loaded no OpenMP library. OSError if the file cannot be loaded,
+    AttributeError if a function is missing."""
     # The library is linked without an OpenMP library: it is to use torch's, and its threads.
     openmp = OPENMP.search(MEMORY_MAP.read_text())
     if openmp is None:

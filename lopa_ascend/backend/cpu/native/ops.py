@@ -1,4 +1,4 @@
-"""The fused ops on a CPU, with those in C++ that the kernels of this package compute."""
+"""The fused ops on a CPU, some of them by the kernels in C++."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LANES = 16
 MAX_DIM = 256
 """The largest head dimension of the attention kernel (``attention.cpp``)."""
 PAGE = 128
-"""Positions of a page, as the attention kernel has them."""
+"""Positions of a page in the attention kernel."""
 LONGEST_ROW = 65536
-"""The longest row of ``lopa_swiglu_quant`` (``rows.cpp``)."""
+"""Of ``lopa_swiglu_quant`` (``rows.cpp``)."""
 FEW_QUERIES = 16
-"""Queries of heads that share a key/value head, up to which the attention kernel is faster than torch with AMX."""
+"""Queries of heads with one key/value head, up to which the attention kernel is faster than torch with AMX."""
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -50,12 +50,12 @@ def is_narrow(x: Tensor, size: int) -> bool:
 
 
 def is_wide(x: Tensor) -> int:
-    """What the kernels of both dtypes know them by."""
+    """The kernels' number for a dtype."""
     return int(x.dtype == torch.float32)
 
 
 class SomeEntries(NamedTuple):
-    """Some of a step's entries, and which of its tokens are theirs, int64 [n]."""
+    """Some of a step's entries, and the indices of their tokens, int64 [n]."""
 
     entries: Entries
     tokens: Tensor
@@ -63,10 +63,8 @@ class SomeEntries(NamedTuple):
 
 @lru_cache(maxsize=1)
 def divide_entries(entries: Entries, few: int) -> tuple[SomeEntries | None, SomeEntries | None]:
-    """Those of up to ``few`` queries, and the others; None: there are none.
-
-    Causal entries count as long: a token's result must not depend on which others are computed in the same pass.
-    """
+    """The entries of up to ``few`` queries, and the others; None: there are none. Causal entries count as long: a
+    token's result must not depend on which others are computed in the same pass."""
     causal = entries.causal or (False,) * len(entries.lengths)
     starts = list(accumulate(entries.lengths, initial=0))
     divided: list[SomeEntries | None] = []
@@ -96,11 +94,8 @@ def entry_arguments(entries: Entries) -> tuple[Array[c_int64], Array[c_int64], A
 def multiply_blocks(
     kernels: Kernels, instructions: Bfloat16Instructions, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """``linear(x, weight, bias)`` in bfloat16 with a weight that ``in_blocks`` has made.
-
-    Args:
-        instructions: that this processor has.
-    """
+    """``linear(x, weight, bias)`` in bfloat16 with a weight from ``in_blocks``, by instructions that this processor
+    has."""
     rows, inputs, outputs = x.shape[0], weight.shape[1] * BLOCK, weight.shape[0] * BLOCK
     assert x.shape[1] == inputs
     assert x.dtype == torch.bfloat16
@@ -112,15 +107,8 @@ def multiply_blocks(
 
 
 class NativeOps(IntegerOps):
-    """``Ops`` on a CPU in bfloat16 and float32 by the kernels, and otherwise by torch.
-
-    Args:
-        kernels: of this processor.
-        packs_weights: see ``IntegerOps``.
-        multiply_blocks: see ``CpuOps``.
-        instructions: see ``IntegerOps``.
-        has_attention: attention in bfloat16 by the kernels too, also of many queries.
-    """
+    """``IntegerOps`` whose other ops in bfloat16 and float32 the kernels compute too. ``has_attention``: attention in
+    bfloat16 by the kernels, also of many queries."""
 
     def __init__(
         self,
@@ -153,7 +141,6 @@ class NativeOps(IntegerOps):
         return out
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
-        """Attention by the kernel."""
         tokens, heads, dim = q.shape
         assert k_cache.shape[1] == PAGE
         out, (lengths, kv_lengths, causal, tables, pairs) = q.new_empty(tokens, heads * dim), entry_arguments(entries)
@@ -283,6 +270,6 @@ def _has_whole_heads(x: Tensor, cos: Tensor) -> bool:
 
 
 def _empty_codes(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Memory for int8 [..., size] and a scale for each row [...], where x is [..., any size]."""
+    """Memory for int8 [..., size] and a scale for each row [...] of x [..., any size]."""
     rows = x.shape[:-1]
     return x.new_empty(*rows, size, dtype=torch.int8), x.new_empty(rows, dtype=torch.float32)
