@@ -34,7 +34,8 @@ import itertools
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig, ParameterError
@@ -57,26 +58,15 @@ FORMATS = ("float32", "bfloat16", *QUANTIZATIONS)
 """Number formats of weights."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One kind of decode."""
-
-    k: int
-    block_size: int | None
-    """None: the model's."""
-    requests: int
-    """How many are decoded together."""
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=model_directory, metavar="MODEL", help="default: the bundled one")
+    parser.add_argument("--model", type=model_directory, metavar="MODEL", help="(default: the bundled one)")
     add_numbers(
         parser,
         ("--branches", [0, 4, 8], 0, "lookahead branches, the paper's k; 0 is D2F"),
         ("--block-size", [], 1, "positions of a block; default: the model's"),
         ("--requests", [1], 1, "requests that are decoded together"),
         ("--prompt-tokens", None, 1, "tokens of a prompt; default: a problem's; 128 random ones"),
-        ("--prompts", None, 1, f"prompts to decode (default: {NUM_PROBLEMS}, at least --requests)"),
+        ("--prompts", None, 1, f"prompts to decode (default: {NUM_PROBLEMS}, at least the largest of --requests)"),
         ("--new-tokens", 128, 1, "tokens of an answer, at most"),
         ("--threads", 1, 1, "threads of torch"),
         ("--rounds", 1, 1, "decodes of each kind"),
@@ -102,11 +92,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Measures and prints what the command line asks for."""
+    from lopa_ascend.checkpoint import CheckpointError
+
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
     try:
         params = _given(DecodingParams.parameters(), args.params)
         report = measure_all(args, _given(settings(EngineConfig), args.engine), params)
-    except (ConfigError, ParameterError) as error:
+    except (CheckpointError, ConfigError, ParameterError) as error:
         parser.error(str(error))
     print(json.dumps(report) if args.json else tables(report))
     return 0
@@ -135,11 +127,9 @@ def measure_all(args: argparse.Namespace, engine: dict[str, Any], given: dict[st
     from scripts.bench import measure, parts
 
     cases = [
-        Case(k=k, block_size=block_size, requests=requests)
+        (requests, case_params(args, given, k, block_size))
         for block_size, requests, k in itertools.product(args.block_size or [None], args.requests, args.branches)
     ]
-    recommended = recommended_decoding(args.model or DEMO_MODEL)
-    params = {case: case_params(recommended, case, args.new_tokens, given) for case in cases}
     llm = load(args, engine)
     about = {
         "machine": describe_machine(),
@@ -147,28 +137,32 @@ def measure_all(args: argparse.Namespace, engine: dict[str, Any], given: dict[st
         "dtype": args.dtype or llm.config.dtype,
         "threads": args.threads,
     }
-    count = args.prompts or NUM_PROBLEMS
-    prompts = {case: text_prompts(llm, max(count, case.requests), args.prompt_tokens) for case in cases}
-    for case in cases:  # first calls take longer
-        first_block = replace(params[case], max_new_tokens=min(args.new_tokens, params[case].block_size))
-        llm.generate(prompts[case][:1], first_block, quiet=True)
+    prompts = text_prompts(llm, max(args.prompts or NUM_PROBLEMS, *args.requests), args.prompt_tokens)
+    for _, params in cases:  # first calls take longer
+        first_block = replace(params, max_new_tokens=min(args.new_tokens, params.block_size))
+        llm.generate(prompts[:1], first_block, quiet=True)
     if args.arriving:
         [long] = text_prompts(llm, 1, args.arriving)
-        arrivals = [asdict(case) | measure.arrive(llm, prompts[case], params[case], long) for case in cases]
+        arrivals = [
+            _keys(requests, params) | measure.arrive(llm, prompts[:requests], params, long)
+            for requests, params in cases
+        ]
         llm.close()
         return about | {"arrivals": arrivals}
     peaks = None
     if args.floors:
         peaks = parts.measure_peaks(llm.engine.runner.model.head.dtype, llm.engine.ranks[0].weights)
-    found: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
-    for _, (case, decodes) in itertools.product(range(args.rounds), found.items()):
-        together, cached = case.requests, args.cached_prompts
-        decodes.append(measure.decode(llm, prompts[case], params[case], together, cached=cached, peaks=peaks))
+    decode = partial(measure.decode, llm, prompts, cached=args.cached_prompts, peaks=peaks)
+    rounds = [[decode(params, requests) for requests, params in cases] for _ in range(args.rounds)]
     llm.close()
-    decodes = []
-    for case, rounds in found.items():
-        decodes.append({**asdict(case), "block_size": params[case].block_size, **measure.middle(rounds)})
+    of_cases = zip(*rounds, strict=True)
+    decodes = [_keys(*case) | measure.middle(found) for case, found in zip(cases, of_cases, strict=True)]
     return about | {"peaks": peaks and asdict(peaks), "decodes": decodes}
+
+
+def _keys(requests: int, params: DecodingParams) -> dict[str, Any]:
+    """What distinguishes decodes."""
+    return dict(zip(KEYS, (params.num_branches, params.block_size, requests), strict=True))
 
 
 def load(args: argparse.Namespace, engine: dict[str, Any]) -> LLM:
@@ -196,26 +190,26 @@ def format_options(name: str) -> dict[str, str]:
     return {"dtype": "bfloat16", "quantization": name} if name in QUANTIZATIONS else {"dtype": name}
 
 
-def case_params(recommended: dict[str, Any], case: Case, new_tokens: int, given: dict[str, Any]) -> DecodingParams:
-    """How a case is decoded."""
+def case_params(args: argparse.Namespace, given: dict[str, Any], k: int, block_size: int | None) -> DecodingParams:
+    """How a case is decoded; without ``block_size`` in blocks of the model's."""
     options: dict[str, Any] = {
-        "decoding": "lopa" if case.k else given.get("base", "d2f"),
-        "num_branches": case.k,
+        "decoding": "lopa" if k else given.get("base", "d2f"),
+        "num_branches": k,
         "window_attention": "block_causal",
-        "max_new_tokens": new_tokens,
+        "max_new_tokens": args.new_tokens,
     }
-    if case.block_size is not None:
-        options["block_size"] = case.block_size
+    if block_size is not None:
+        options["block_size"] = block_size
     options |= given
-    if not case.k:
+    if not k:
         options.pop("base", None)
+    recommended = recommended_decoding(args.model or DEMO_MODEL)
     return DecodingParams(**{**fitting_defaults(recommended, options), **options})
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 KEYS = ("k", "block_size", "requests")
-"""What distinguishes decodes."""
 HEADINGS = ("forwards", "TPF", "tokens/step", "cpu s", "wall s", "tokens/s", "longest step, ms")
 
 

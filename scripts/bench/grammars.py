@@ -55,8 +55,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, _: argparse.ArgumentParser) -> int:
-    tokenizer = vocabulary(args.tokenizer or str(DEMO_MODEL))
+def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    tokenizer = load_vocabulary(args.tokenizer or str(DEMO_MODEL), 2**18)
+    if tokenizer is None:
+        parser.error(f"{args.tokenizer} has no tokenizer")
     found = [[alone(tokenizer, count) for count in FIELDS]]
     if args.tokenizer is None:
         from lopa_ascend.engine.engine import Engine  # imports torch, which takes seconds
@@ -69,12 +71,6 @@ def run(args: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         cells = ([f"{x:.3g}" if isinstance(x, float) else x for x in row.values()] for row in rows)
         print(f"\n{table(list(rows[0]), cells)}")
     return 0
-
-
-def vocabulary(directory: str) -> Tokenizer:
-    tokenizer = load_vocabulary(directory, 2**18)
-    assert tokenizer is not None
-    return tokenizer
 
 
 def schema(num_fields: int) -> dict[str, Any]:

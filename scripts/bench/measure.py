@@ -30,12 +30,10 @@ def decode(
     cached: bool,
     peaks: Peaks | None,
 ) -> dict[str, Any]:
-    """The figures of all prompts, decoded once in batches, by name.
+    """The figures of all prompts, decoded once in batches of ``together``, by name.
 
-    Args:
-        together: requests of a batch.
-        cached: prompts are computed before, and taken from the prefix cache, so that only decoding is measured.
-        peaks: of this machine, for floors.
+    With ``cached`` prompts are computed before, and taken from the prefix cache, so that only decoding is measured;
+    with ``peaks`` of this machine there are floors.
 
     Raises:
         RuntimeError: the prefix cache has no room for the prompts.

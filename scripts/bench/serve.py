@@ -69,41 +69,28 @@ class Answer:
     """Seconds from the request to the end."""
 
 
-@dataclass(frozen=True)
-class Level:
-    """The measurements for one number of clients."""
+def figures(clients: int, answers: Sequence[Answer], seconds: float, cpu: Mapping[str, float]) -> dict[str, Any]:
+    """What is printed for a number of clients, by the headings of the table.
 
-    clients: int
-    answers: Sequence[Answer]
-    seconds: float
-    """Of all requests by the clock."""
-    cpu: Mapping[str, float]
-    """CPU seconds of all requests, by part of the server."""
-
-    def as_json(self) -> dict[str, Any]:
-        """The figures by name."""
-        tokens, forwards = (sum(getattr(answer, name) for answer in self.answers) for name in ("tokens", "forwards"))
-        times = {"first": [answer.first for answer in self.answers], "answer": [a.seconds for a in self.answers]}
-        return {
-            "clients": self.clients,
-            "requests_per_second": round(len(self.answers) / self.seconds, 3),
-            "tokens_per_second": round(tokens / self.seconds, 1),
-            "tpf": round(tokens / forwards, 2) if forwards else None,
-            **{
-                f"{name}_p{100 * share:.0f}_ms": round(1000 * percentile(values, share), 1)
-                for name, values in times.items()
-                for share in (0.5, 0.99)
-            },
-            "pieces": round(statistics.mean(answer.pieces for answer in self.answers), 1),
-            "cpu_ms": {part: round(1000 * used / len(self.answers), 2) for part, used in self.cpu.items()},
-        }
-
-
-HEADINGS = (
-    *("clients", "requests/s", "tokens/s", "TPF", "first p50, ms", "first p99", "answer p50", "answer p99", "pieces"),
-    "CPU, ms",
-)
-"""Of the figures of a level, in their order."""
+    Args:
+        seconds: of all requests by the clock.
+        cpu: seconds of all requests, by part of the server.
+    """
+    tokens, forwards = (sum(getattr(answer, name) for answer in answers) for name in ("tokens", "forwards"))
+    times = {"first": [answer.first for answer in answers], "answer": [answer.seconds for answer in answers]}
+    return {
+        "clients": clients,
+        "requests/s": round(len(answers) / seconds, 3),
+        "tokens/s": round(tokens / seconds, 1),
+        "TPF": round(tokens / forwards, 2) if forwards else None,
+        **{
+            f"{name} p{100 * share:.0f}, ms": round(1000 * percentile(values, share), 1)
+            for name, values in times.items()
+            for share in (0.5, 0.99)
+        },
+        "pieces": round(statistics.mean(answer.pieces for answer in answers), 1),
+        "CPU, ms": {part: round(1000 * used / len(answers), 2) for part, used in cpu.items()},
+    }
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -118,7 +105,7 @@ def make_bodies(count: int, max_tokens: int, fields: Mapping[str, Any]) -> list[
     return [{"messages": chat(question), **common} for question in asked]
 
 
-async def measure(server: Server, bodies: Sequence[Mapping[str, Any]], clients: int) -> Level:
+async def measure(server: Server, bodies: Sequence[Mapping[str, Any]], clients: int) -> dict[str, Any]:
     """Sends requests from several clients, after a first one that does not count.
 
     Raises:
@@ -137,7 +124,7 @@ async def measure(server: Server, bodies: Sequence[Mapping[str, Any]], clients: 
         before, start = server.used(), time.perf_counter()
         await asyncio.gather(*(client() for _ in range(clients)))
         seconds = time.perf_counter() - start
-        return Level(clients, answers, seconds, seconds_between(before, server.used()))
+        return figures(clients, answers, seconds, seconds_between(before, server.used()))
 
 
 async def ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
@@ -268,14 +255,13 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error("--url, and flags after --, name different servers; give one of them")
     server = nullcontext(Server(args.url)) if args.url else one_server(args.flags)
     bodies = make_bodies(args.requests, args.max_tokens, dict(map(parse_field, args.fields)))
-    levels = []
+    levels: list[dict[str, Any]] = []
     with server as running:
-        if not args.json:
-            print(table(HEADINGS), flush=True)
         for clients in args.clients:
-            levels.append(asyncio.run(measure(running, bodies, clients)).as_json())
+            level = asyncio.run(measure(running, bodies, clients))
             if not args.json:
-                print(row(levels[-1].values()), flush=True)
+                print(row(level.values()) if levels else table([*level], [level.values()]), flush=True)
+            levels.append(level)
     if args.json:
         print(json.dumps({"machine": describe_machine(), "levels": levels}))
     return 0

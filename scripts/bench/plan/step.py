@@ -109,13 +109,11 @@ def is_causal(model: ModelConfig) -> bool:
 
 
 def lengths_written(tpf: float, block: int) -> float:
-    """The share of steps of one sequence before which the host writes KV lengths into a captured graph, because they
-    are not those of the step before.
+    """The share of steps of one sequence before which the host writes KV lengths into a captured graph.
 
     They change where a block is opened and where one is committed: in at most 2 tpf / block of the steps, and in fewer
     as both may fall into one. This is the share if they do so by chance; the golden traces of the published code have
-    up to 0.14 less (tests/unit/test_planner.py). With blocks of 1 each step has other lengths, as in autoregressive
-    decoding.
+    up to 0.14 less (tests/unit/test_planner.py).
     """
     return 1 - (1 - min(1.0, tpf / block)) ** 2
 

@@ -89,11 +89,6 @@ class Task(NamedTuple):
     the size of a head."""
 
 
-def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
-    """Weights of one layer's linear layers on a rank, without biases and experts."""
-    return sum(rows * columns for rows, columns in _products(model, tp, model.intermediate_size))
-
-
 def head_parameters(model: ModelConfig, tp: int = 1) -> int:
     """Weights of the output head on a rank."""
     return model.vocab_shard(tp) * model.hidden_size
