@@ -1,4 +1,4 @@
-"""Faults of dies that a start must find, injected into the laboratory; docs/ascend.md has the table."""
+"""Faults of dies that a start must find, injected into the laboratory (docs/ascend.md, What a start checks)."""
 
 from __future__ import annotations
 
