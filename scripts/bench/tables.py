@@ -10,4 +10,8 @@ def table(columns: Sequence[object], rows: Iterable[Iterable[object]]) -> str:
 
 
 def row(cells: Iterable[object]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
+    return f"| {' | '.join(map(_text, cells))} |"
+
+
+def _text(cell: object) -> str:
+    return ", ".join(f"{name} {value}" for name, value in cell.items()) if isinstance(cell, dict) else str(cell)
