@@ -219,8 +219,7 @@ class Decoder:
             normed = [ops.norm_rope(q[rows], k[rows], *norms, eps, cos[rows], sin[rows]) for rows, norms in views]
             q, k = _joined([queries for queries, _ in normed]), _joined([keys for _, keys in normed])
         ops.kv_write(k, v, *caches, inputs.slot_mapping, inputs.source)
-        queries: Tensor = q
-        return queries
+        return q
 
     def _attention_output(self, attended: Tensor, layer: str, num_drafts: int) -> Tensor:
         out = self._linear_of_views(attended, layer + "o", num_drafts)
