@@ -65,9 +65,7 @@ class Turns:
         in_order = self._in_order(waiting)
         if not self.owed:
             return _fitting(in_order, waiting, self.max_tokens) or in_order[:1]
-        # Decoding steps are still owed: short prompts may go between them, unless they would overtake an overdue one.
-        if self._is_overdue(in_order[0]):
-            return []
+        # Decoding steps are still owed: short prompts may go between them, and none before an overdue one.
         return _fitting(in_order, waiting, min(self.max_tokens, TOKENS_PER_DECODING_STEP))
 
     def _in_order(self, waiting: Mapping[str, int]) -> list[str]:

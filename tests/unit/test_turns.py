@@ -49,6 +49,7 @@ def test_the_shorter_prompt_goes_first_and_a_step_has_as_many_as_fit() -> None:
     waiting = {"a": 200, "b": 100, "c": 120, "d": 100}
     assert turns.choose(waiting, decoding=False) == ["b", "d"]
     assert turns.choose({"a": 200, "c": 120}, decoding=False) == ["c"]
+    assert Turns(300).choose({"a": 200, "b": 100}, decoding=False) == ["b", "a"], "the limit itself fits"
 
 
 def test_a_prompt_is_overtaken_so_many_times_and_no_more() -> None:
@@ -63,6 +64,16 @@ def test_a_prompt_is_overtaken_so_many_times_and_no_more() -> None:
     assert "long" in chosen
     assert overtaken == MAX_OVERTAKEN
     assert steps <= 2 * MAX_OVERTAKEN + 2 * LONG["long"] // TOKENS_PER_DECODING_STEP
+
+
+def test_nothing_goes_before_an_overdue_prompt_between_decoding_steps_that_are_owed() -> None:
+    turns = Turns(1024)
+    for step in range(MAX_OVERTAKEN):
+        assert turns.choose(LONG | short(step), decoding=False) == [f"short {step}"]
+    turns.owed = 2 * TOKENS_PER_DECODING_STEP
+    assert turns.choose(LONG | short(0), decoding=True) == [], "one decodes after the short prompts"
+    assert turns.owed, "decoding steps are still owed"
+    assert turns.choose(LONG | short(0), decoding=True) == []
 
 
 def test_overdue_prompts_do_not_overtake_one_another() -> None:
