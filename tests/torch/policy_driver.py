@@ -26,7 +26,8 @@ from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.runner.batch import build_batch
 from lopa_ascend.types import DREAM, ModelProperties, RowResult, SequencePlan, StepRecord
 
-MASK, EOS, VOCAB, FILLER = 50, (7, 9), 40, 41
+MASK, EOS, VOCAB, FILLER = 20, (7, 9), 40, 41
+TOKENS = tuple(token for token in range(VOCAB) if token != MASK)
 LENGTH, CAPACITY = 6, 26  # the longest block, and as many blocks as a window can have here
 SEATS = 5
 constants_of = cache(tensors.make_constants)
@@ -44,7 +45,7 @@ GRIDS: tuple[Callable[[random.Random], float], ...] = (
 def answer(rng: random.Random, length: int) -> RowResult:
     """Random predictions of so many positions; one token in twenty is an EOS, or one in three."""
     often = rng.choice([0.05, 0.05, 0.3])
-    tokens = [rng.choice(EOS) if rng.random() < often else rng.randrange(VOCAB) for _ in range(length)]
+    tokens = [rng.choice(EOS if rng.random() < often else TOKENS) for _ in range(length)]
     probs, confs = (np.array([grid(rng) for _ in tokens], np.float32).tolist() for grid in rng.choices(GRIDS, k=2))
     return RowResult(tuple(tokens), tuple(probs), tuple(confs))
 
@@ -75,7 +76,7 @@ class Sequence:
         self.usual = answer(rng, CAPACITY * LENGTH).tokens
         """By cell, what many steps predict, so that one confirms what another has guessed."""
         self.size = self.params.block_size
-        text = [rng.randrange(VOCAB) for _ in range(prompt)]
+        text = rng.choices(TOKENS, k=prompt)
         num_committed = 0 if steps else properties.origin(prompt, self.size)
         self.strategy: Strategy = begin(
             SequenceStart(text, self.params, MASK, frozenset(EOS), num_committed, properties)
