@@ -237,6 +237,21 @@ def test_a_server_for_this_machine_answers_its_own_names_alone():
         assert called("evil.example", address) == 403
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_an_event_does_not_wait_until_the_client_has_acknowledged_the_one_before(host: str):
+    async def connected(listener: socket.socket) -> int:
+        accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=listener)
+        async with server:
+            _, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+            (await accepted).close()
+            writer.close()
+            return accepted.result().get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    with bind(ServeConfig(host=host, port=0)) as listener:
+        assert asyncio.run(connected(listener))
+
+
 @pytest.mark.parametrize("host", ["127.0.0.2", "127.1", "LOCALHOST"])
 def test_any_form_of_a_loopback_address_is_for_this_machine_alone(host: str):
     with bind(ServeConfig(host=host, port=0)) as listener:
