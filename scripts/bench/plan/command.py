@@ -50,7 +50,7 @@ TERMS = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     models = f"{' or '.join(known_models())}, a directory with a config.json, or a name on the hub (default: Dream-7B)"
     parser.add_argument("--model", default="Dream-7B", metavar="MODEL", help=models)
-    known = f"{' or '.join(known_devices())}, a JSON file of one device, or a report of the self-test (default: 910c)"
+    known = f"{' or '.join(known_devices())}, or a report of the self-test (default: 910c)"
     parser.add_argument("--device", default="910c", metavar="DEVICE", help=known)
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="bf16", help="number format of the weights (default: bf16)"
