@@ -43,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         module.add_flags(parsers[name])
     args = parser.parse_args(argv)
-    return COMMANDS[args.command].run(args, parsers[args.command])
+    try:
+        return COMMANDS[args.command].run(args)
+    except ValueError as error:  # what people can get wrong
+        parsers[args.command].error(str(error))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ an op takes or gives is counted once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+import timeit
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -77,12 +78,28 @@ class PartWork:
     bytes: int = 0
     weight_bytes: int = 0
 
-    def floors(self, peaks: Peaks) -> dict[str, float]:
+    def floors(self, peaks: Peaks) -> tuple[float, float]:
         """The least CPU seconds that the work takes by memory, and by products."""
-        return {
-            "memory": self.weight_bytes / peaks.memory + self.bytes / peaks.bytes,
-            "products": self.flops / peaks.flops + self.int8_flops / peaks.int8_flops,
+        by_memory = self.weight_bytes / peaks.memory + self.bytes / peaks.bytes
+        return by_memory, self.flops / peaks.flops + self.int8_flops / peaks.int8_flops
+
+
+def floors(parts: Mapping[str, PartWork], peaks: Peaks, steps: int) -> list[dict[str, Any]]:
+    """For each part of some steps, and for all of them, its milliseconds in a step, the least ones, and the share of
+    its time that the longer floor is."""
+    least = {name: part.floors(peaks) for name, part in parts.items()}
+    rows = {name: [parts[name].seconds, *both, max(both)] for name, both in least.items()}
+    rows["all"] = [sum(column) for column in zip(*rows.values(), strict=True)]
+    return [
+        {
+            "part": name,
+            "CPU ms": round(1000 * seconds / steps, 2),
+            "least by memory": round(1000 * memory / steps, 2),
+            "least by products": round(1000 * products / steps, 2),
+            "share": f"{longer / seconds:.0%}",
         }
+        for name, (seconds, memory, products, longer) in rows.items()
+    ]
 
 
 class TimedOps:
@@ -198,12 +215,7 @@ def measure_peaks(dtype: torch.dtype, weight_bytes: int) -> Peaks:
 
 def _fastest_call(call: Callable[[], object], repeats: int) -> float:
     """CPU seconds of this process for the fastest of some equal calls; never 0, so that rates can be computed."""
-    fastest = float("inf")
-    for _ in range(repeats):
-        start = time.process_time()
-        call()
-        fastest = min(fastest, time.process_time() - start)
-    return max(fastest, 1e-9)
+    return max(min(timeit.repeat(call, number=1, repeat=repeats, timer=time.process_time)), 1e-9)
 
 
 def _largest_flops(layer: Callable[[int, int, int], Callable[[], object]]) -> float:

@@ -183,10 +183,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def run(args: argparse.Namespace) -> int:
     """Measures and prints."""
     if args.tp * args.bp == 1:
-        parser.error("one rank sends nothing: choose a larger --tp or --bp")
+        raise ValueError("one rank sends nothing: choose a larger --tp or --bp")
     from lopa_ascend import LLM
 
     params = DecodingParams(num_branches=args.branches, max_new_tokens=NEW_TOKENS, window_attention=args.window)

@@ -39,7 +39,7 @@ from typing import Any
 
 import httpx
 
-from scripts.arguments import add_numbers
+from scripts.arguments import add_numbers, named_value
 from scripts.bench.machine import describe_machine
 from scripts.bench.processes import Used, seconds_between, used_by
 from scripts.bench.prompts import chat, questions
@@ -234,27 +234,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("--requests", 96, 1, "requests for each number of clients"),
         ("--max-tokens", 192, 1, "tokens of an answer, at most"),
     )
-    parser.add_argument(
-        "--fields", nargs="+", default=[], metavar="NAME=VALUE", help="fields of the requests, such as num_branches=3"
-    )
+    fields = "fields of the requests, such as num_branches=3"
+    parser.add_argument("--fields", nargs="+", type=named_value, default=[], metavar="NAME=VALUE", help=fields)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
-def parse_field(text: str) -> tuple[str, Any]:
-    """The name and the value of a field, which is JSON, or a text without quotes."""
-    name, _, value = text.partition("=")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
-
-
-def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def run(args: argparse.Namespace) -> int:
     """Measures and prints each number of clients."""
     if args.url and args.flags:
-        parser.error("--url, and flags after --, name different servers; give one of them")
+        raise ValueError("--url, and flags after --, name different servers; give one of them")
     server = nullcontext(Server(args.url)) if args.url else one_server(args.flags)
-    bodies = make_bodies(args.requests, args.max_tokens, dict(map(parse_field, args.fields)))
+    bodies = make_bodies(args.requests, args.max_tokens, dict(args.fields))
     levels: list[dict[str, Any]] = []
     with server as running:
         for clients in args.clients:

@@ -14,10 +14,11 @@ from unittest import mock
 import httpx
 import pytest
 
+from scripts.arguments import named_value
 from scripts.bench.__main__ import COMMANDS, main
 from scripts.bench.processes import seconds_between, used_by
 from scripts.bench.prompts import questions
-from scripts.bench.serve import Answer, ask, figures, make_bodies, one_server, parse_field
+from scripts.bench.serve import Answer, ask, figures, make_bodies, one_server
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -64,7 +65,7 @@ def test_senseless_values_are_refused(command: str, expected: str, capsys: pytes
 
 
 def test_a_load_has_as_many_requests_as_are_asked_for() -> None:
-    fields = dict(map(parse_field, ("num_branches=3", "window_attention=full")))
+    fields = dict(map(named_value, ("num_branches=3", "window_attention=full")))
     bodies = make_bodies(len(questions()) + 1, 8, fields)
     assert len(bodies) == len(questions()) + 1
     assert bodies[0] == bodies[-1]

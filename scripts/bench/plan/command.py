@@ -20,9 +20,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lopa_ascend.config import ConfigError, ModelConfig
+from lopa_ascend.config import ModelConfig
 from scripts.arguments import add_numbers, positive
-from scripts.bench.plan.devices import DeviceError, Range, constants_table, known_devices, load_device
+from scripts.bench.plan.devices import Range, constants_table, known_devices, load_device
 from scripts.bench.plan.measured import compare
 from scripts.bench.plan.models import known_models, load_model
 from scripts.bench.plan.search import DEFAULT_TPF, Plan, best_plan, plan, tokens_per_forward
@@ -160,28 +160,20 @@ def steps_table(plans: dict[int, Plan]) -> str:
     return table(("ms, by requests", *plans), rows)
 
 
-def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def run(args: argparse.Namespace) -> int:
     """Prints what the command line asks for."""
-    try:
-        _print(args)
-    except (ConfigError, DeviceError, ValueError) as error:
-        parser.error(str(error))
-    return 0
-
-
-def _print(args: argparse.Namespace) -> None:
     if args.validate:
         print(json.dumps({"rows": validate(), "published_engine": published_engine(), "measured": compare()}))
-        return
+        return 0
     if args.constants:
         print(constants_table(args.device))
-        return
+        return 0
     model, devices = load_model(args.model), load_device(args.device)
     plans = {requests: _best(args, model, devices, requests) for requests in args.requests}
     if args.json:
         asked = {"model": args.model, "device": args.device, "precision": args.precision}
         print("\n".join(json.dumps({**asked, "requests": n, **best.as_json()}) for n, best in plans.items()))
-        return
+        return 0
     for requests, best in plans.items():
         sizes = f"tp {best.work.tp} x bp {best.work.bp}, k = {best.work.k}, {best.replicas} replica(s)"
         least = f"{1000 * floor(model, devices.low, best.work):.1f} ms"
@@ -189,3 +181,4 @@ def _print(args: argparse.Namespace) -> None:
             f"{requests} request(s): {sizes}, TPF {best.work.tpf:g}; at least {least} on the device, by its data sheet"
         )
     print(f"\n{steps_table(plans)}")
+    return 0
