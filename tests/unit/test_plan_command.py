@@ -213,7 +213,7 @@ def test_the_page_has_the_step_that_the_command_prints(capsys: pytest.CaptureFix
 
 
 def test_one_plan_as_json_and_as_a_table(capsys: pytest.CaptureFixture[str]):
-    arguments = "--tp 4 --bp 4 --k 3 --precision w8a8 --tpf 11.92".split()
+    arguments = "--tp 4 --bp 4 --k 3 --precision w8a8 --tpf 3:11.92".split()
     main(["plan", *arguments, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert (found["tp"], found["bp"], found["k"], found["tpf"]) == (4, 4, 3, 11.92)
@@ -257,16 +257,15 @@ def test_sizes_that_are_given_beside_the_dies_are_kept_and_the_others_found(caps
         ("--dies 2 --tp 4", "needs 4 dies, there are 2"),
         ("--tp 0", "from 1 on"),
         ("--k 20", "0:3.1, 14:10.1"),
-        ("--tpf 5", "--k"),
-        ("--tpf 5 3:6 --k 3", "one number"),
-        ("--tpf x", "K:NUMBER"),
-        ("--tpf -1", "above 0"),
+        ("--tpf 5", "must be K:X, got '5'"),
+        ("--tpf x:5", "from 0 on"),
+        ("--tpf 3:-1", "above 0"),
         ("--dies 16 --tp 4 --bp 8", "32 dies"),
         ("--device v100", "910c"),
         ("--device a100 --precision fp8", "no products in fp8"),
         ("--computed 1.5", "at most 1"),
         ("--model Dream-8B", "Dream-7B"),
-        ("--context 3000000 --dies 1", "fits on no"),
+        ("--context 3000000 --dies 1", "no (tp, bp, k) is possible: tp 1 x bp 1 needs"),
     ],
 )
 def test_wrong_command_lines_are_refused(capsys: pytest.CaptureFixture[str], argv: str, expected: str):
