@@ -23,7 +23,7 @@ from lopa_ascend.config import ModelConfig
 from scripts.arguments import add_numbers, number_from, positive
 from scripts.bench.plan.devices import Range, constants_table, known_devices, load_device
 from scripts.bench.plan.measured import compare
-from scripts.bench.plan.models import known_models, load_model
+from scripts.bench.plan.models import PUBLISHED, load_model
 from scripts.bench.plan.search import DEFAULT_TPF, Plan, all_plans, best_plan
 from scripts.bench.plan.step import ENDS, floor
 from scripts.bench.plan.tasks import PRECISIONS, Workload
@@ -47,7 +47,7 @@ TERMS = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    models = f"{' or '.join(known_models())}, a directory with a config.json, or a name on the hub (default: Dream-7B)"
+    models = f"{' or '.join(PUBLISHED)}, a directory with a config.json, or a name on the hub (default: Dream-7B)"
     parser.add_argument("--model", default="Dream-7B", metavar="MODEL", help=models)
     known = f"{' or '.join(known_devices())}, or a report of the self-test (default: 910c)"
     parser.add_argument("--device", default="910c", metavar="DEVICE", help=known)

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lopa_ascend.config.files import read_json_object
 from scripts.bench.plan.devices import CONSTANTS, Device, Range, load_device
 from scripts.bench.plan.models import load_model
@@ -75,11 +77,11 @@ def compare() -> dict[str, Any]:
 def fit(rows: Sequence[Measured]) -> Fit:
     """The constants with the least squares of the relative errors of two rows or more."""
     # memory x + fixed y = step - collectives, each divided by the step, where x is 1 / efficiency
-    scaled = [(row.memory / row.step, row.fixed / row.step, 1 - row.collectives / row.step) for row in rows]
-    xx, yy, xy = (sum(row[i] * row[j] for row in scaled) for i, j in ((0, 0), (1, 1), (0, 1)))
-    xz, yz = (sum(row[i] * row[2] for row in scaled) for i in (0, 1))
-    determinant = xx * yy - xy * xy
-    return Fit(determinant / (xz * yy - yz * xy), (yz * xx - xz * xy) / determinant)
+    factors = [(row.memory / row.step, row.fixed / row.step) for row in rows]
+    (x, y), *_ = np.linalg.lstsq(
+        np.array(factors), np.array([1 - row.collectives / row.step for row in rows]), rcond=None
+    )
+    return Fit(float(1 / x), float(y))
 
 
 def _middle(devices: Range) -> Device:
