@@ -19,14 +19,7 @@ from lopa_ascend.config.settings import HelpFormatter
 from scripts.bench import decode, grammars, llama, ranks, serve
 from scripts.bench.plan import command as plan
 
-COMMANDS = {
-    "decode": decode,
-    "llama": llama,
-    "serve": serve,
-    "grammars": grammars,
-    "ranks": ranks,
-    "plan": plan,
-}
+COMMANDS = {"decode": decode, "llama": llama, "serve": serve, "grammars": grammars, "ranks": ranks, "plan": plan}
 """Modules that have ``add_flags`` and ``run``; none loads torch before it runs."""
 
 
