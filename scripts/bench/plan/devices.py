@@ -96,11 +96,7 @@ class Device:
         return self.link_bandwidth * self.link_efficiency
 
     def peak_flops(self, precision: str) -> float:
-        """FLOP/s of products of numbers of a format.
-
-        Raises:
-            ValueError: the device has none.
-        """
+        """FLOP/s of products of numbers of a format; ValueError if the device has none."""
         peaks = {"bf16": self.bf16_flops, "w8a8": self.int8_flops, "fp32": self.fp32_flops, "fp8": self.fp8_flops}
         if not peaks[precision]:
             raise ValueError(f"the device has no products in {precision}")
@@ -137,10 +133,7 @@ def known_devices() -> tuple[str, ...]:
 
 def load_device(name: str) -> Range:
     """A built-in device by its name, or the 910C with what a report of the self-test, by its file, has measured.
-
-    Raises:
-        DeviceError: there is no such device or file, or the report is of another version of the self-test.
-    """
+    DeviceError if there is neither, or the report is of another version of the self-test."""
     if name in known_devices():
         return _device(_constants(name))
     if not Path(name).exists():

@@ -61,11 +61,7 @@ TERMS = {
 
 
 def predict(model: ModelConfig, devices: Range, work: Workload) -> dict[str, Step]:
-    """The time of one step, at both ends of its range.
-
-    Raises:
-        ValueError: the model cannot be split over ``tp`` ranks, or the precision is unknown.
-    """
+    """The time of one step, at both ends of its range."""
     return {end: predict_on(model, getattr(devices, end), work) for end in ENDS}
 
 

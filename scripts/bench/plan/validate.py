@@ -56,7 +56,7 @@ def validate() -> list[dict[str, Any]]:
     published, known, rows = _by_row(paper["rows"], "avg_tps"), _by_row(paper["tokens_per_forward"], "tpf"), []
     for row in paper["rows"]:
         number, key = _number(row["setting"]), (row["model"], row["task"])
-        setting = paper["settings"][_group(paper["settings"], number)]
+        setting = [*paper["settings"].values()][(number - 1) // GROUP_SIZE]
         tpf, source = _tokens_per_forward(key, number, published, known)
         steps = predict(load_model("Dream-7B"), load_device(setting["device"]), _workload(setting, tpf))
         speeds = {"fastest": tpf / steps["low"].step, "slowest": tpf / steps["high"].step}
@@ -154,9 +154,3 @@ def _tokens_per_forward(key: Key, number: int, published: Figures, known: Figure
 
 def _number(setting: str) -> int:
     return int(setting.removeprefix("S"))
-
-
-def _group(settings: Mapping[str, Any], number: int) -> str:
-    """The name of the group, such as "S1-S6", that has a setting."""
-    spans = {name: [_number(end) for end in name.split("-")] for name in settings}
-    return next(name for name, (first, last) in spans.items() if first <= number <= last)
