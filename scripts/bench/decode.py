@@ -22,7 +22,8 @@ columns:
   products ... host  CPU milliseconds of an engine step by part
 
 With --arriving there are the median and the longest step of the others, how long they wait between two steps while the
-prompt comes in (median and longest), both waits in median steps, and CPU seconds and steps until it is computed.
+prompt comes in (median and longest), both waits in median steps (stalls), and CPU seconds and steps until it is
+computed.
 
 --floors adds the least time that each part could take by memory and by products, and which share of its time the longer
 of the two is. Peaks of this machine are measured in the same run (scripts/bench/parts.py).
@@ -31,9 +32,13 @@ of the two is. Peaks of this machine are measured in the same run (scripts/bench
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
+import statistics
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,16 +46,21 @@ from typing import TYPE_CHECKING, Any
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.config.combinations import fitting_defaults
 from lopa_ascend.config.engine import QUANTIZATIONS
+from lopa_ascend.core import Request
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.families import recommended_decoding
 from scripts.arguments import add_numbers, model_directory, named_value
 from scripts.bench.machine import describe_machine
+from scripts.bench.processes import timed_calls
 from scripts.bench.prompts import text_prompts
 from scripts.bench.tables import records
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
+    from scripts.bench.parts import Peaks
 
+ORDINARY_STEPS = 40
+"""Steps by which an ordinary one is known, before a prompt comes in."""
 NUM_PROBLEMS = 8
 """Held-out problems that are decoded where nothing is said of it."""
 FORMATS = ("float32", "bfloat16", *QUANTIZATIONS)
@@ -106,43 +116,35 @@ def run(args: argparse.Namespace) -> int:
 
 def measure_all(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that was measured, as it is printed with --json: each list is a table."""
-    from scripts.bench import measure, parts
+    from scripts.bench.parts import measure_peaks
 
     cases = [
-        (requests, case_params(args, k, block_size))
+        (case_params(args, k, block_size), requests)
         for block_size, requests, k in itertools.product(args.block_size or [None], args.requests, args.branches)
     ]
-    llm = load(args)
-    about = {
-        "machine": describe_machine(),
-        "model": str(args.model or "bundled"),
-        "dtype": args.dtype or llm.config.dtype,
-        "threads": args.threads,
-    }
-    prompts = text_prompts(llm, max(args.prompts or NUM_PROBLEMS, *args.requests), args.prompt_tokens)
-    for _, params in cases:  # first calls take longer
-        first_block = replace(params, max_new_tokens=min(args.new_tokens, params.block_size))
-        llm.generate(prompts[:1], first_block, quiet=True)
-    keys = [
-        {"k": params.num_branches, "block_size": params.block_size, "requests": requests} for requests, params in cases
-    ]
-    if args.arriving:
-        [long] = text_prompts(llm, 1, args.arriving)
-        found = [measure.arrive(llm, prompts[:requests], params, long) for requests, params in cases]
-        llm.close()
-        return about | {"arrivals": [key | one for key, one in zip(keys, found, strict=True)]}
-    peaks = None
-    if args.floors:
-        peaks = parts.measure_peaks(llm.engine.runner.model.head.dtype, llm.engine.ranks[0].weights)
-    decode = partial(measure.decode, llm, prompts, cached=args.cached_prompts, peaks=peaks)
-    rounds = [[decode(params, requests) for requests, params in cases] for _ in range(args.rounds)]
-    llm.close()
-    decodes = [key | measure.middle(found) for key, found in zip(keys, zip(*rounds, strict=True), strict=True)]
-    if peaks is None:
-        return about | {"decodes": decodes}
-    floors = [key | row for key, one in zip(keys, decodes, strict=True) for row in one.pop("floors")]
-    of_second = {f"{name}, 10^9/s": round(value / 1e9, 1) for name, value in asdict(peaks).items()}
-    return about | {"decodes": decodes, "peaks": [of_second], "floors": floors}
+    with load(args) as llm:
+        report: dict[str, Any] = {
+            "machine": describe_machine(),
+            "model": str(args.model or "bundled"),
+            "dtype": args.dtype or llm.config.dtype,
+            "threads": args.threads,
+        }
+        prompts = text_prompts(llm, max(args.prompts or NUM_PROBLEMS, *args.requests), args.prompt_tokens)
+        for params, _ in cases:  # first calls take longer
+            llm.generate(prompts[:1], first_block(params), quiet=True)
+        if args.arriving:
+            [long] = text_prompts(llm, 1, args.arriving)
+            return report | {"arrivals": [arrive(llm, prompts[:count], params, long) for params, count in cases]}
+        peaks = None
+        if args.floors:
+            peaks = measure_peaks(llm.engine.runner.model.head.dtype, llm.engine.ranks[0].weights)
+        once = partial(decode, llm, prompts, cached=args.cached_prompts, peaks=peaks)
+        rounds = [[once(*case) for case in cases] for _ in range(args.rounds)]
+    report["decodes"] = [middle(found) for found in zip(*rounds, strict=True)]
+    if peaks is not None:
+        report["peaks"] = [{f"{name}, 10^9/s": round(value / 1e9, 1) for name, value in asdict(peaks).items()}]
+        report["floors"] = [row for one in report["decodes"] for row in one.pop("floors")]
+    return report
 
 
 def load(args: argparse.Namespace) -> LLM:
@@ -182,3 +184,113 @@ def case_params(args: argparse.Namespace, k: int, block_size: int | None) -> Dec
         options.pop("base", None)
     recommended = recommended_decoding(args.model or DEMO_MODEL)
     return DecodingParams(**{**fitting_defaults(recommended, options), **options})
+
+
+def first_block(params: DecodingParams) -> DecodingParams:
+    """To decode no more than one block."""
+    return replace(params, max_new_tokens=min(params.block_size, params.max_new_tokens))
+
+
+def keys(params: DecodingParams, requests: int) -> dict[str, Any]:
+    """What distinguishes the rows of a table."""
+    return {"k": params.num_branches, "block_size": params.block_size, "requests": requests}
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+
+
+def decode(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: DecodingParams,
+    together: int,
+    *,
+    cached: bool,
+    peaks: Peaks | None,
+) -> dict[str, Any]:
+    """The figures of all prompts, decoded once in batches of ``together``, by the headings of the table; with ``peaks``
+    of this machine also "floors" by part.
+
+    With ``cached`` prompts are computed before, and taken from the prefix cache, so that only decoding is measured;
+    RuntimeError if it has no room for them.
+    """
+    from scripts.bench.parts import floors, timed_parts
+
+    batches = [prompts[first : first + together] for first in range(0, len(prompts), together)]
+    if cached:  # with full attention a prompt is kept together with the first block that it was computed with
+        for batch in batches:
+            llm.generate(batch, first_block(params), quiet=True)
+    before, started = llm.engine.stats(), time.perf_counter()
+    with timed_calls(llm.engine, "step") as steps, timed_parts(llm) as parts:
+        outputs = [output for batch in batches for output in llm.generate(batch, params, quiet=True)]
+    wall, after = time.perf_counter() - started, llm.engine.stats()
+    # A causal model computes a prompt's last token again, whose prediction begins the answer.
+    is_causal = llm.engine.runner.model.properties.is_causal
+    if cached and not is_causal and after.num_prefill_steps != before.num_prefill_steps:
+        raise RuntimeError("prompts were computed again: the prefix cache has no room for them")
+    forwards = sum(output.num_forwards for output in outputs)
+    tokens = sum(len(output.token_ids) for output in outputs)
+    ids = repr([tuple(output.token_ids) for output in outputs])
+    seconds = sum(part.seconds for part in parts.values())
+    found = keys(params, together) | {
+        "tokens": tokens,
+        "digest": hashlib.sha256(ids.encode()).hexdigest()[:16],
+        "forwards": forwards,
+        "TPF": round(tokens / forwards, 3),
+        "steps": len(steps),
+        "tokens/step": round(sum(output.model_tokens for output in outputs) / len(steps), 1),
+        **dict.fromkeys(("cpu s", "least", "most"), round(seconds, 3)),
+        "wall s": round(wall, 3),
+        "tokens/s": round(tokens / seconds, 1),
+        "longest step, ms": round(1000 * max(steps), 2),
+        **{name: round(1000 * part.seconds / len(steps), 2) for name, part in parts.items()},
+    }
+    if peaks is not None:
+        found["floors"] = [keys(params, together) | row for row in floors(parts, peaks, len(steps))]
+    return found
+
+
+def middle(decodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The decode with the median CPU time, of an even number the slower one in the middle, and the range of all."""
+    ranked = sorted(decodes, key=lambda one: one["cpu s"])
+    return {**ranked[len(ranked) // 2], "least": ranked[0]["cpu s"], "most": ranked[-1]["cpu s"]}
+
+
+def arrive(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: DecodingParams, arriving: Sequence[int]
+) -> dict[str, float]:
+    """The figures of the table while the prompt ``arriving`` comes in and others are decoded; RuntimeError if these end
+    before it is computed."""
+    engine, name = llm.engine, "arriving"
+    others = {f"other {number}": tuple(prompt) for number, prompt in enumerate(prompts)}
+    for request_id, prompt in others.items():
+        engine.add(Request(request_id, prompt, params))
+    try:
+        while any(sequence.in_prefill for sequence in engine.scheduler.running.values()) or engine.scheduler.waiting:
+            engine.step()
+        with timed_calls(engine, "step") as own:
+            for _ in range(ORDINARY_STEPS):
+                engine.step()
+        engine.add(Request(name, tuple(arriving), params))
+        waits, waited = list[float](), 0.0
+        with timed_calls(engine, "step") as steps:
+            while waited or engine.scheduler.waiting or engine.scheduler.running[name].in_prefill:
+                updates = engine.step()
+                waited += steps[-1]
+                if any(update.finish_reason for update in updates):
+                    raise RuntimeError("a request ended before the prompt was computed: ask for more --new-tokens")
+                if any(update.request_id in others for update in updates):
+                    waits, own, waited = [*waits, waited], [*own, steps[-1]], 0.0
+    finally:
+        for request_id in (name, *others):
+            engine.abort(request_id)
+    step, wait = statistics.median(own), statistics.median(waits)
+    times = {"step": step, "longest_step": max(own), "wait": wait, "longest_wait": max(waits)}
+    return {
+        **keys(params, len(prompts)),
+        **{f"{name}_ms": round(1000 * seconds, 1) for name, seconds in times.items()},
+        "usual_stall": round(wait / step, 2),
+        "stall": round(max(waits) / step, 2),
+        "cpu_seconds": round(sum(steps), 1),
+        "steps": len(steps),
+    }

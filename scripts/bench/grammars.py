@@ -31,6 +31,7 @@ from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import load_vocabulary
 from lopa_ascend.types import Grammar
 from scripts.bench.machine import describe_machine
+from scripts.bench.processes import timed_calls
 from scripts.bench.tables import records
 
 if TYPE_CHECKING:
@@ -117,8 +118,6 @@ def seconds(call: Callable[..., object], *arguments: object) -> float:
 
 def under_schema(llm: LLM, num_fields: int, num_requests: int) -> dict[str, float]:
     """Equal requests under one grammar, together. The first step, which computes the prompts, is not counted."""
-    from scripts.bench.measure import timed_calls
-
     structured = {"json": schema(num_fields)}
     params = DecodingParams(decoding="d2f", max_new_tokens=NEW_TOKENS, structured_outputs=structured)
     decode = partial(llm.generate, [PROMPT] * num_requests, params, quiet=True)

@@ -174,8 +174,9 @@ def work_of(name: str, args: tuple[Any, ...], out: Any) -> tuple[int, int, int]:
     return 0, sum(x.nbytes for x in (*args, *outputs) if isinstance(x, Tensor)), 0
 
 
-def measure_parts(llm: LLM, run: Callable[[], object]) -> dict[str, PartWork]:
-    """The parts of the eager steps that ``run`` makes with a model."""
+@contextmanager
+def timed_parts(llm: LLM) -> Iterator[dict[str, PartWork]]:
+    """The parts of the eager steps that a model makes in the ``with`` block, by name."""
     runner, parts = llm.engine.runner, {name: PartWork() for name in PARTS}
     ops, probe = runner.model.ops, runner.eager.probe
     timed = TimedOps(ops, parts)
@@ -183,13 +184,12 @@ def measure_parts(llm: LLM, run: Callable[[], object]) -> dict[str, PartWork]:
     runner.set_probe(timed.probe)
     started = time.process_time()
     try:
-        run()
+        yield parts
     finally:
         total = time.process_time() - started
         runner.model.ops = ops
         runner.set_probe(probe)
-    parts["host"].seconds = total - sum(part.seconds for part in parts.values())
-    return parts
+        parts["host"].seconds = total - sum(part.seconds for part in parts.values())
 
 
 # ---- peaks of this machine -------------------------------------------------------------------------------------------

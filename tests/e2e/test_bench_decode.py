@@ -16,10 +16,9 @@ from torch import Tensor
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.interface import Entries
 from lopa_ascend.model.decoder import Decoder
-from lopa_ascend.types import GenerationOutput
 from scripts.bench import parts as parts_module
 from scripts.bench.__main__ import main
-from scripts.bench.parts import PARTS, PartWork, Peaks, floors, measure_parts, work_of
+from scripts.bench.parts import PARTS, PartWork, Peaks, floors, timed_parts, work_of
 from tests.tiny import write_dream
 
 PROMPT = list(range(40))
@@ -31,8 +30,8 @@ def test_timing_changes_no_token_and_counts_the_work(tmp_path) -> None:
     ops = llm.engine.runner.model.ops
     params = DecodingParams(num_branches=2, block_size=8, max_new_tokens=16, ignore_eos=True)
     expected = llm.generate([PROMPT], params, quiet=True)[0]
-    found: list[GenerationOutput] = []
-    parts = measure_parts(llm, lambda: found.extend(llm.generate([PROMPT], params, trace=True, quiet=True)))
+    with timed_parts(llm) as parts:
+        found = llm.generate([PROMPT], params, trace=True, quiet=True)
     assert llm.engine.runner.model.ops is ops
     assert found[0].token_ids == expected.token_ids
     assert set(parts) == set(PARTS)
@@ -66,8 +65,9 @@ def test_the_work_of_the_linear_layers_is_what_they_compute(quantization: str | 
         return out
 
     params = DecodingParams(num_branches=2, max_new_tokens=32, window_attention="full", ignore_eos=True)
-    with mock.patch.object(Decoder, "_linear", counted), mock.patch.object(Decoder, "_gated", counted_gated):
-        parts = measure_parts(llm, lambda: llm.generate([PROMPT], params, quiet=True))
+    patched = mock.patch.multiple(Decoder, _linear=counted, _gated=counted_gated)
+    with patched, timed_parts(llm) as parts:
+        llm.generate([PROMPT], params, quiet=True)
     products = parts["products"]
     last = llm.config.num_layers - 1
     assert rows[f"layers.{last}.down"] < rows["layers.0.down"]
@@ -78,7 +78,8 @@ def test_int8_products_are_counted_by_themselves(tmp_path) -> None:
     write_dream(tmp_path)
     llm = LLM(tmp_path, quantization="w8a8", enable_prefix_caching=False)
     params = DecodingParams(num_branches=2, block_size=8, max_new_tokens=16, ignore_eos=True)
-    parts = measure_parts(llm, lambda: llm.generate([PROMPT], params, quiet=True))
+    with timed_parts(llm) as parts:
+        llm.generate([PROMPT], params, quiet=True)
     assert parts["products"].int8_flops > 0
     assert parts["products"].flops == 0
     assert parts["head and score"].int8_flops == 0
