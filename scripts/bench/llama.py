@@ -43,8 +43,6 @@ PASSES = 3
 """Passes of a kind in a round."""
 MOST_SECONDS = 600
 """Of a call of llama-bench."""
-
-
 Times = dict[tuple[int, int], dict[str, float]]
 """By threads and positions: seconds of the fastest pass, by the heading of its column."""
 

@@ -21,8 +21,6 @@ PARTS = {
     r".*-m lopa_ascend\.serve ": "HTTP",
 }
 """How a command line begins -> the part. Other processes are "rest"."""
-
-
 Used = dict[int, tuple[str, float]]
 """By process: its part, and its CPU seconds until now."""
 

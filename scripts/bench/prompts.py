@@ -13,8 +13,6 @@ from lopa_ascend.demo import HELD_OUT
 if TYPE_CHECKING:
     from lopa_ascend import LLM
 
-Message = dict[str, str]
-
 RANDOM_LENGTH = 128
 """Tokens of a prompt of random ids."""
 PROBLEMS = 60
@@ -27,7 +25,7 @@ def questions(count: int) -> Iterable[str]:
     return itertools.islice(itertools.cycle(texts), count)
 
 
-def chat(question: str) -> list[Message]:
+def chat(question: str) -> list[dict[str, str]]:
     """A conversation that is one question."""
     return [{"role": "user", "content": question}]
 

@@ -69,12 +69,8 @@ class Answer:
 
 
 def figures(clients: int, answers: Sequence[Answer], seconds: float, cpu: Mapping[str, float]) -> dict[str, Any]:
-    """What is printed for a number of clients, by the headings of the table.
-
-    Args:
-        seconds: of all requests by the clock.
-        cpu: seconds of all requests, by part of the server.
-    """
+    """What is printed for a number of clients, by the headings of the table; ``seconds`` of all requests are by the
+    clock, those of ``cpu`` by part of the server."""
     tokens, forwards = (sum(getattr(answer, name) for answer in answers) for name in ("tokens", "forwards"))
     times = {"first": [answer.first for answer in answers], "answer": [answer.seconds for answer in answers]}
     return {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from lopa_ascend.config.files import read_json_object
 from scripts.bench.tables import table
@@ -106,10 +107,9 @@ class Device:
         """Seconds of an all-reduce, between the next smaller and the next larger one that were timed; None if none were
         for so many ranks and bytes."""
         timed = [(size, seconds) for count, size, seconds in self.measured_sums if count == ranks]
-        for (small, fast), (large, slow) in itertools.pairwise(timed):
-            if small <= num_bytes <= large:
-                return fast + (slow - fast) * (num_bytes - small) / (large - small)
-        return None
+        if not timed or not timed[0][0] <= num_bytes <= timed[-1][0]:
+            return None
+        return float(np.interp(num_bytes, *np.array(timed).T))
 
 
 class Range(NamedTuple):

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from lopa_ascend.config import ModelConfig
 from scripts.bench.plan.devices import Range
 from scripts.bench.plan.step import ENDS, Step, predict
@@ -56,15 +58,11 @@ class Plan:
 def tokens_per_forward(known: Mapping[int, float], k: int) -> float:
     """Tokens per forward pass with k lookahead branches, between known numbers linear in log2(k + 1). Nothing is
     extrapolated: ValueError for k outside the known numbers."""
-    if k in known:
-        return known[k]
-    below, above = [n for n in known if n < k], [n for n in known if n > k]
-    if not below or not above:
+    if not min(known) <= k <= max(known):
         given = ", ".join(f"{n}:{tpf:g}" for n, tpf in sorted(known.items()))
         raise ValueError(f"no tokens per forward pass for k = {k}: known are {given}; give more by --tpf, as {k}:X")
-    low, high = max(below), min(above)
-    share = math.log2((k + 1) / (low + 1)) / math.log2((high + 1) / (low + 1))
-    return known[low] + share * (known[high] - known[low])
+    numbers = sorted(known)
+    return float(np.interp(math.log2(k + 1), [math.log2(n + 1) for n in numbers], [known[n] for n in numbers]))
 
 
 def plan(model: ModelConfig, devices: Range, work: Workload, tpf: float, dies: int | None = None) -> Plan:

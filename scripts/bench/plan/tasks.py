@@ -95,11 +95,8 @@ def head_parameters(model: ModelConfig, tp: int = 1) -> int:
 
 
 def _products(model: ModelConfig, tp: int, width: int) -> tuple[tuple[int, int], ...]:
-    """(outputs, inputs) of a layer's products on a rank: q, k and v; o; gate and up; down.
-
-    Args:
-        width: of the MLP, or of the one that all tokens take beside their experts.
-    """
+    """(outputs, inputs) of a layer's products on a rank: q, k and v; o; gate and up; down. ``width``: of the MLP, or of
+    the one that all tokens take beside their experts."""
     heads, inner = model.local_heads(tp) * model.head_dim, width // tp
     hidden, qkv = model.hidden_size, heads + 2 * model.local_kv_heads(tp) * model.head_dim
     return (qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)
