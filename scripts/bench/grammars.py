@@ -16,7 +16,7 @@ import argparse
 import json
 import random
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -111,9 +111,7 @@ def alone(tokenizer: Tokenizer, num_fields: int) -> dict[str, float]:
 
 
 def seconds(call: Callable[..., object], *arguments: object) -> float:
-    start = time.perf_counter()
-    call(*arguments)
-    return time.perf_counter() - start
+    return timeit.timeit(partial(call, *arguments), number=1)
 
 
 def under_schema(llm: LLM, num_fields: int, num_requests: int) -> dict[str, float]:

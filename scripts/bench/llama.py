@@ -64,7 +64,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints what the command line asks for."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded: llama.cpp has the cores for itself
-    print_table(args, measure(args))
+    times, machine = measure(args), describe_machine()
+    [theirs] = llama_bench(args.llama_bench, {"-m": args.gguf[0], "-n": 0, "-p": 1, "-r": 1})
+    versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items())
+    versions += f"; llama.cpp {theirs['build_commit']}, {theirs['backends']}"
+    print(f"{machine['processor']}, {machine['cores']} cores; {versions}")
+    rows = []
+    for (threads, positions), found in times.items():
+        ours, other = (min(found[column] for column in found if column.startswith(side)) for side in ("ours", "llama"))
+        cells = {column: f"{1000 * seconds:.1f}" for column, seconds in found.items()}
+        rows.append({"threads": threads, "positions": positions, **cells, "ours / llama.cpp": f"{ours / other:.2f}"})
+    print(f"\n{args.model.name}, ms of a pass:\n\n{records(rows)}")
     return 0
 
 
@@ -125,18 +135,3 @@ def llama_bench(program: Path, options: dict[str, object]) -> list[dict[str, Any
         raise ValueError(f"{' '.join(command)}: {ended.stderr.strip()[-1000:]}")
     found: list[dict[str, Any]] = json.loads(ended.stdout)
     return found
-
-
-def print_table(args: argparse.Namespace, times: Times) -> None:
-    """Prints a table in Markdown."""
-    machine = describe_machine()
-    [theirs] = llama_bench(args.llama_bench, {"-m": args.gguf[0], "-n": 0, "-p": 1, "-r": 1})
-    versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items())
-    versions += f"; llama.cpp {theirs['build_commit']}, {theirs['backends']}"
-    print(f"{machine['processor']}, {machine['cores']} cores; {versions}")
-    rows = []
-    for (threads, positions), found in times.items():
-        ours, other = (min(found[column] for column in found if column.startswith(side)) for side in ("ours", "llama"))
-        cells = {column: f"{1000 * seconds:.1f}" for column, seconds in found.items()}
-        rows.append({"threads": threads, "positions": positions, **cells, "ours / llama.cpp": f"{ours / other:.2f}"})
-    print(f"\n{args.model.name}, ms of a pass:\n\n{records(rows)}")

@@ -48,9 +48,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVING = re.compile(r"^serving   (\S+).*\n", re.MULTILINE)
 """The server's line with its address."""
 TIMEOUT = 600
-"""Seconds for an answer."""
-START_SECONDS = 600
-"""For a server that is started."""
+"""Seconds for an answer, and for the start of a server."""
 
 
 @dataclass
@@ -176,7 +174,7 @@ def one_server(flags: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 def _await_address(process: subprocess.Popen[bytes], log: Path) -> str:
     """Waits until a server serves; its log has the address."""
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + TIMEOUT
     while not (found := SERVING.search(log.read_text(errors="replace"))):
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')}")

@@ -94,7 +94,7 @@ def test_an_all_reduce_of_four_dies_by_hand(die: Device):
 
 
 def test_a_gather_sends_half_of_what_a_sum_sends(die: Device):
-    link = die.reachable_link
+    link = die.link_bandwidth * die.link_efficiency
     gathered = collective_seconds(die, 8, 1e6, "merge") - die.collective_s
     assert gathered == pytest.approx(min(7 * (0.5e-6 + 1e6 / 8 / link), 3 * 0.5e-6 + 1e6 / link))
     exchanged = collective_seconds(die, 8, 1e6, "exchange") - die.slow_collective_s

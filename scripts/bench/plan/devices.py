@@ -91,11 +91,6 @@ class Device:
         """Bytes/s of memory."""
         return self.memory_bandwidth * self.memory_efficiency
 
-    @property
-    def reachable_link(self) -> float:
-        """Bytes/s of the link."""
-        return self.link_bandwidth * self.link_efficiency
-
     def peak_flops(self, precision: str) -> float:
         """FLOP/s of products of numbers of a format; ValueError if the device has none."""
         peaks = {"bf16": self.bf16_flops, "w8a8": self.int8_flops, "fp32": self.fp32_flops, "fp8": self.fp8_flops}
