@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.hub import directory_of
@@ -47,6 +49,15 @@ def positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
     return value
+
+
+def named_value(text: str) -> tuple[str, Any]:
+    """Reads NAME=VALUE, for argparse; the value is JSON, or a text without quotes."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def model_directory(text: str) -> Path:

@@ -16,14 +16,13 @@ import argparse
 import json
 import random
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import timeit
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from lopa_ascend.config import DecodingParams, EngineConfig
-from lopa_ascend.core import Request
+from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.text.grammars import Grammars
@@ -32,10 +31,11 @@ from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import load_vocabulary
 from lopa_ascend.types import Grammar
 from scripts.bench.machine import describe_machine
-from scripts.bench.tables import table
+from scripts.bench.processes import timed_calls
+from scripts.bench.tables import records
 
 if TYPE_CHECKING:
-    from lopa_ascend.engine.engine import Engine
+    from lopa_ascend import LLM
 
 FIELDS = (1, 20, 500)
 REPEATS = 5
@@ -55,21 +55,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def run(args: argparse.Namespace) -> int:
     tokenizer = load_vocabulary(args.tokenizer or str(DEMO_MODEL), 2**18)
     if tokenizer is None:
-        parser.error(f"{args.tokenizer} has no tokenizer")
+        raise ValueError(f"{args.tokenizer} has no tokenizer")
     found = [[alone(tokenizer, count) for count in FIELDS]]
     if args.tokenizer is None:
-        from lopa_ascend.engine.engine import Engine  # imports torch, which takes seconds
+        from lopa_ascend import LLM  # imports torch, which takes seconds
 
-        engine, prompt = Engine(EngineConfig(max_num_seqs=8, enable_prefix_caching=False)), tokenizer.encode(PROMPT)
-        load = Load(engine, tuple(prompt))
-        found.append([load.under_schema(count, num) for count in FIELDS[:-1] for num in (1, 8)])
+        with LLM(max_num_seqs=8, enable_prefix_caching=False) as llm:
+            found.append([under_schema(llm, count, num) for count in FIELDS[:-1] for num in (1, 8)])
     print(describe_machine()["processor"])
     for rows in found:
-        cells = ([f"{x:.3g}" if isinstance(x, float) else x for x in row.values()] for row in rows)
-        print(f"\n{table(list(rows[0]), cells)}")
+        short = [{name: f"{x:.3g}" if isinstance(x, float) else x for name, x in row.items()} for row in rows]
+        print(f"\n{records(short)}")
     return 0
 
 
@@ -112,70 +111,25 @@ def alone(tokenizer: Tokenizer, num_fields: int) -> dict[str, float]:
 
 
 def seconds(call: Callable[..., object], *arguments: object) -> float:
-    start = time.perf_counter()
-    call(*arguments)
-    return time.perf_counter() - start
+    return timeit.timeit(partial(call, *arguments), number=1)
 
 
-class Load:
-    """Requests of the bundled model, with one prompt."""
-
-    def __init__(self, engine: Engine, prompt: tuple[int, ...]) -> None:
-        self.engine, self.prompt = engine, prompt
-
-    def under_schema(self, num_fields: int, num_requests: int) -> dict[str, float]:
-        """Equal requests under one grammar, together."""
-        fields = {"max_new_tokens": NEW_TOKENS, "structured_outputs": {"json": schema(num_fields)}}
-        asked = [DecodingParams.of(decoding="d2f", **fields)] * num_requests
-        with time_in_constraints() as spent:
-            done = self.decode(asked)
-        with mock.patch.object(Constraint, "forced", return_value=[]):
-            slow = self.decode(asked)
-        return {
-            "fields": num_fields,
-            "clients": num_requests,
-            "step, ms": 1e3 * done["seconds"] / done["steps"],
-            "grammar, ms": 1e3 * sum(spent) / done["steps"],
-            "tokens": done["tokens"] / num_requests,
-            "passes": done["passes"] / num_requests,
-            "passes without forced spans": slow["passes"] / num_requests,
-        }
-
-    def decode(self, asked: list[DecodingParams]) -> dict[str, Any]:
-        """Decodes requests together; the first step, which computes the prompts, is not counted."""
-        for number, params in enumerate(asked):
-            self.engine.add(Request(str(number), self.prompt, params, trace=True))
-        updates = self.engine.step()
-        start, steps = time.process_time(), 0
-        while self.engine.has_work():
-            updates += self.engine.step()
-            steps += 1
-        spent = time.process_time() - start
-        records = [update.record for update in updates if update.record is not None]
-        return {
-            "seconds": spent,
-            "steps": max(1, steps),
-            "passes": len(records),
-            "tokens": sum(len(update.tokens) for update in updates),
-        }
-
-
-@contextmanager
-def time_in_constraints() -> Iterator[list[float]]:
-    """Collects the CPU seconds of the calls of all constraints."""
-    spent: list[float] = []
-
-    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            start = time.process_time()
-            try:
-                return method(*arguments)
-            finally:
-                spent.append(time.process_time() - start)
-
-        return call
-
-    with ExitStack() as patches:
-        for name in ("admitted", "allowed", "forced"):
-            patches.enter_context(mock.patch.object(Constraint, name, timed(getattr(Constraint, name))))
-        yield spent
+def under_schema(llm: LLM, num_fields: int, num_requests: int) -> dict[str, float]:
+    """Equal requests under one grammar, together. The first step, which computes the prompts, is not counted."""
+    structured = {"json": schema(num_fields)}
+    params = DecodingParams(decoding="d2f", max_new_tokens=NEW_TOKENS, structured_outputs=structured)
+    decode = partial(llm.generate, [PROMPT] * num_requests, params, quiet=True)
+    with timed_calls(llm.engine, "step") as steps, timed_calls(Constraint, "admitted", "allowed", "forced") as spent:
+        found = decode()
+    with mock.patch.object(Constraint, "forced", return_value=[]):
+        slow = decode()
+    counted = steps[1:] or steps
+    return {
+        "fields": num_fields,
+        "clients": num_requests,
+        "step, ms": 1e3 * statistics.mean(counted),
+        "grammar, ms": 1e3 * sum(spent) / len(counted),
+        "tokens": statistics.mean(len(output.tokens) for output in found),
+        "passes": statistics.mean(output.num_forwards for output in found),
+        "passes without forced spans": statistics.mean(output.num_forwards for output in slow),
+    }

@@ -44,13 +44,10 @@ def versions_of(packages: Sequence[str]) -> dict[str, str]:
 @cache
 def sources_digest() -> str:
     """A digest of what makes figures: the engine's code, that of tasks, scores and measurements, and prompt formats."""
-    folders = [Path(lopa_ascend.__file__).parent, SCRIPTS / "eval", SCRIPTS / "bench"]
     digest = hashlib.sha256()
-    digest.update(f"{PRESETS.name}\n".encode() + PRESETS.read_bytes())
-    for folder in folders:
-        for parent, _, names in sorted(os.walk(folder)):
-            for name in sorted(name for name in names if name.endswith((".py", ".cpp", ".h"))):
-                path = Path(parent, name)
+    for folder in (Path(lopa_ascend.__file__).parent, SCRIPTS / "eval", SCRIPTS / "bench"):
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".cpp", ".h") or path == PRESETS:
                 digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

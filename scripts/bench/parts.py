@@ -14,8 +14,10 @@ an op takes or gives is counted once.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+import timeit
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,19 +30,17 @@ from lopa_ascend import LLM
 from lopa_ascend.backend.cpu.native import load_cpu_ops
 from lopa_ascend.backend.interface import Entries, Ops
 
-PARTS = ("products", "attention", "norms and activations", "head and score", "host")
-PART_OF_OP = {
-    **dict.fromkeys(("linear", "quant_linear", "int4_linear"), "products"),
-    **dict.fromkeys(("attention", "kv_write"), "attention"),
-    **dict.fromkeys(
-        (
-            *("rms_norm", "add_rms_norm", "rms_norm_quant", "add_rms_norm_quant", "quantize"),
-            *("rope", "norm_rope", "swiglu", "swiglu_quant"),
-        ),
-        "norms and activations",
+OPS = {
+    "products": ("linear", "quant_linear", "int4_linear"),
+    "attention": ("attention", "kv_write"),
+    "norms and activations": (
+        *("rms_norm", "add_rms_norm", "rms_norm_quant", "add_rms_norm_quant", "quantize"),
+        *("rope", "norm_rope", "swiglu", "swiglu_quant"),
     ),
 }
-"""Ops that are timed."""
+"""By part: ops that are timed."""
+PARTS = (*OPS, "head and score", "host")
+PART_OF_OP = {op: part for part, ops in OPS.items() for op in ops}
 WEIGHTS_OF = {"linear": slice(1, 2), "quant_linear": slice(2, 4), "int4_linear": slice(2, 3)}
 """Linear layers, and which of their arguments are the weight and its scales: tensors, or a tuple of tensors."""
 COPIED_BYTES = 4 << 20
@@ -50,6 +50,8 @@ READ_BYTES = (4 << 20, 2 << 30)
 fewer bytes lie in caches from one step to the next."""
 ROW_ELEMENTS = 1024
 """Inputs of the products that show it."""
+LAYERS = ((1152, 768, 4096), (1152, 2048, 768), (2048, 2048, 2048))
+"""Rows, inputs and outputs of the linear layers that show the peak of products."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,28 @@ class PartWork:
     bytes: int = 0
     weight_bytes: int = 0
 
-    def floors(self, peaks: Peaks) -> dict[str, float]:
+    def floors(self, peaks: Peaks) -> tuple[float, float]:
         """The least CPU seconds that the work takes by memory, and by products."""
-        return {
-            "memory": self.weight_bytes / peaks.memory + self.bytes / peaks.bytes,
-            "products": self.flops / peaks.flops + self.int8_flops / peaks.int8_flops,
+        by_memory = self.weight_bytes / peaks.memory + self.bytes / peaks.bytes
+        return by_memory, self.flops / peaks.flops + self.int8_flops / peaks.int8_flops
+
+
+def floors(parts: Mapping[str, PartWork], peaks: Peaks, steps: int) -> list[dict[str, Any]]:
+    """For each part of some steps, and for all of them, its milliseconds in a step, the least ones, and the share of
+    its time that the longer floor is."""
+    least = {name: part.floors(peaks) for name, part in parts.items()}
+    rows = {name: [parts[name].seconds, *both, max(both)] for name, both in least.items()}
+    rows["all"] = [sum(column) for column in zip(*rows.values(), strict=True)]
+    return [
+        {
+            "part": name,
+            "CPU ms": round(1000 * seconds / steps, 2),
+            "least by memory": round(1000 * memory / steps, 2),
+            "least by products": round(1000 * products / steps, 2),
+            "share": f"{longer / seconds:.0%}",
         }
+        for name, (seconds, memory, products, longer) in rows.items()
+    ]
 
 
 class TimedOps:
@@ -157,8 +175,9 @@ def work_of(name: str, args: tuple[Any, ...], out: Any) -> tuple[int, int, int]:
     return 0, sum(x.nbytes for x in (*args, *outputs) if isinstance(x, Tensor)), 0
 
 
-def measure_parts(llm: LLM, run: Callable[[], object]) -> dict[str, PartWork]:
-    """The parts of the eager steps that ``run`` makes with a model."""
+@contextmanager
+def timed_parts(llm: LLM) -> Iterator[dict[str, PartWork]]:
+    """The parts of the eager steps that a model makes in the ``with`` block, by name."""
     runner, parts = llm.engine.runner, {name: PartWork() for name in PARTS}
     ops, probe = runner.model.ops, runner.eager.probe
     timed = TimedOps(ops, parts)
@@ -166,13 +185,12 @@ def measure_parts(llm: LLM, run: Callable[[], object]) -> dict[str, PartWork]:
     runner.set_probe(timed.probe)
     started = time.process_time()
     try:
-        run()
+        yield parts
     finally:
         total = time.process_time() - started
         runner.model.ops = ops
         runner.set_probe(probe)
-    parts["host"].seconds = total - sum(part.seconds for part in parts.values())
-    return parts
+        parts["host"].seconds = total - sum(part.seconds for part in parts.values())
 
 
 # ---- peaks of this machine -------------------------------------------------------------------------------------------
@@ -183,45 +201,28 @@ def measure_peaks(dtype: torch.dtype, weight_bytes: int) -> Peaks:
     that is the peak then."""
     ops = load_cpu_ops(packs_weights=True)
 
-    def floats(rows: int, inner: int, outer: int, dtype: torch.dtype) -> Callable[[], object]:
-        x, weight = torch.randn(rows, inner).to(dtype), ops.packed(torch.randn(outer, inner).to(dtype))
-        return lambda: ops.linear(x, weight)
+    def floats(kind: torch.dtype, rows: int, inner: int, outer: int) -> Callable[[], object]:
+        return partial(ops.linear, torch.randn(rows, inner).to(kind), ops.packed(torch.randn(outer, inner).to(kind)))
 
     def integers(rows: int, inner: int, outer: int) -> Callable[[], object]:
         x, weight = (torch.ones(n, inner, dtype=torch.int8) for n in (rows, outer))
-        scale, packed, scales = torch.ones(rows), ops.packed(ops.stored(weight)), torch.ones(outer)
-        return lambda: ops.quant_linear(x, scale, packed, scales, None, torch.float32)
+        packed, scales = ops.packed(ops.stored(weight)), torch.ones(outer)
+        return partial(ops.quant_linear, x, torch.ones(rows), packed, scales, None, torch.float32)
 
-    flops = max(_largest_flops(partial(floats, dtype=kind)) for kind in (dtype, torch.float32))
-    return Peaks(flops, _largest_flops(integers), _copy_peak(), _memory_peak(weight_bytes))
+    def flops(layer: Callable[[int, int, int], Callable[[], object]]) -> float:
+        return max(_rate(2 * math.prod(sizes), layer(*sizes), 6) for sizes in LAYERS)
 
-
-def _fastest_call(call: Callable[[], object], repeats: int) -> float:
-    """CPU seconds of this process for the fastest of some equal calls; never 0, so that rates can be computed."""
-    fastest = float("inf")
-    for _ in range(repeats):
-        start = time.process_time()
-        call()
-        fastest = min(fastest, time.process_time() - start)
-    return max(fastest, 1e-9)
-
-
-def _largest_flops(layer: Callable[[int, int, int], Callable[[], object]]) -> float:
-    """The largest FLOP/s of CPU time of some linear layers, by numbers of rows, inputs and outputs."""
-    sizes = ((1152, 768, 4096), (1152, 2048, 768), (2048, 2048, 2048))
-    return max(2 * n * inner * outer / _fastest_call(layer(n, inner, outer), 6) for n, inner, outer in sizes)
+    products = [flops(partial(floats, kind)) for kind in (dtype, torch.float32)]
+    source, target = (torch.zeros(COPIED_BYTES, dtype=torch.uint8) for _ in range(2))
+    weight = torch.ones(min(max(weight_bytes, READ_BYTES[0]), READ_BYTES[1]) // (4 * ROW_ELEMENTS), ROW_ELEMENTS)
+    return Peaks(
+        flops=max(products),
+        int8_flops=flops(integers),
+        bytes=_rate(8 * 2 * COPIED_BYTES, lambda: [target.copy_(source) for _ in range(8)], 20),
+        memory=_rate(weight.nbytes, partial(weight.mv, torch.ones(ROW_ELEMENTS)), 5),
+    )
 
 
-def _copy_peak() -> float:
-    """The bytes, read and written, that torch's fastest of some copies moves in a second of CPU time."""
-    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
-    target, copies = torch.empty_like(source), 8
-    return copies * 2 * COPIED_BYTES / _fastest_call(lambda: [target.copy_(source) for _ in range(copies)], 20)
-
-
-def _memory_peak(weight_bytes: int) -> float:
-    """The bytes of weights that the fastest of some products of a matrix with one row reads in a second of CPU time."""
-    least, most = READ_BYTES
-    weight = torch.ones(min(max(weight_bytes, least), most) // (4 * ROW_ELEMENTS), ROW_ELEMENTS)
-    row = torch.ones(ROW_ELEMENTS)
-    return weight.nbytes / _fastest_call(lambda: weight.mv(row), 5)
+def _rate(amount: float, call: Callable[[], object], repeats: int) -> float:
+    """What the fastest of some equal calls, each of which does so much, does in a CPU second of this process."""
+    return amount / max(min(timeit.repeat(call, number=1, repeat=repeats, timer=time.process_time)), 1e-9)

@@ -1,11 +1,16 @@
-"""The CPU seconds of a server's processes, by what they do. Reads Linux's /proc."""
+"""CPU seconds: of a server's processes, by what they do, from Linux's /proc; and of calls in this process."""
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 PARTS = {
     r"ray::ProxyActor": "proxy",
@@ -16,8 +21,6 @@ PARTS = {
     r".*-m lopa_ascend\.serve ": "HTTP",
 }
 """How a command line begins -> the part. Other processes are "rest"."""
-
-
 Used = dict[int, tuple[str, float]]
 """By process: its part, and its CPU seconds until now."""
 
@@ -48,3 +51,24 @@ def seconds_between(before: Used, after: Used) -> dict[str, float]:
     for process, (part, until_now) in after.items():
         seconds[part] += until_now - before.get(process, (part, 0.0))[1]
     return dict(seconds)
+
+
+@contextmanager
+def timed_calls(owner: object, *methods: str) -> Iterator[list[float]]:
+    """Collects the CPU seconds of each call of some methods of an object, or of all objects of a class."""
+    seconds: list[float] = []
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            started = time.process_time()
+            try:
+                return method(*arguments)
+            finally:
+                seconds.append(time.process_time() - started)
+
+        return call
+
+    with ExitStack() as patches:
+        for name in methods:
+            patches.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
+        yield seconds

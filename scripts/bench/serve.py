@@ -7,7 +7,7 @@
     bench serve -- --replicas 2                       engines behind Ray Serve: what its ingress and proxy cost
 
 For every number of clients the same streamed chat requests are sent; each client sends its next request as soon as it
-has an answer. Prints a row of a Markdown table for each number of clients, or with --json one line for all:
+has an answer. Prints a row of a Markdown table for each number of clients:
 
   requests/s, tokens/s   of all clients together; tokens are those of the answers
   TPF                    tokens divided by forward passes, of all answers
@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
-import math
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -38,20 +37,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
-from scripts.arguments import add_numbers
-from scripts.bench.machine import describe_machine
+from scripts.arguments import add_numbers, named_value
 from scripts.bench.processes import Used, seconds_between, used_by
 from scripts.bench.prompts import chat, questions
-from scripts.bench.tables import row, table
+from scripts.bench.tables import records, row
 
 ROOT = Path(__file__).resolve().parents[2]
-READY = "serving   "
-"""What the server's line with its address begins with."""
+SERVING = re.compile(r"^serving   (\S+).*\n", re.MULTILINE)
+"""The server's line with its address."""
 TIMEOUT = 600
-"""Seconds for an answer."""
-START_SECONDS = 600
-"""For a server that is started."""
+"""Seconds for an answer, and for the start of a server."""
 
 
 @dataclass
@@ -70,12 +67,8 @@ class Answer:
 
 
 def figures(clients: int, answers: Sequence[Answer], seconds: float, cpu: Mapping[str, float]) -> dict[str, Any]:
-    """What is printed for a number of clients, by the headings of the table.
-
-    Args:
-        seconds: of all requests by the clock.
-        cpu: seconds of all requests, by part of the server.
-    """
+    """What is printed for a number of clients, by the headings of the table; ``seconds`` of all requests are by the
+    clock, those of ``cpu`` by part of the server."""
     tokens, forwards = (sum(getattr(answer, name) for answer in answers) for name in ("tokens", "forwards"))
     times = {"first": [answer.first for answer in answers], "answer": [answer.seconds for answer in answers]}
     return {
@@ -84,7 +77,7 @@ def figures(clients: int, answers: Sequence[Answer], seconds: float, cpu: Mappin
         "tokens/s": round(tokens / seconds, 1),
         "TPF": round(tokens / forwards, 2) if forwards else None,
         **{
-            f"{name} p{100 * share:.0f}, ms": round(1000 * percentile(values, share), 1)
+            f"{name} p{100 * share:.0f}, ms": round(1000 * float(np.quantile(values, share, method="inverted_cdf")), 1)
             for name, values in times.items()
             for share in (0.5, 0.99)
         },
@@ -93,55 +86,51 @@ def figures(clients: int, answers: Sequence[Answer], seconds: float, cpu: Mappin
     }
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values, such as 0.99, do not exceed."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
 def make_bodies(count: int, max_tokens: int, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Streamed chat requests with the held-out problems, which come again if there are fewer than ``count``."""
     common = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": max_tokens, **fields}
-    asked = itertools.islice(itertools.cycle(questions()), count)
-    return [{"messages": chat(question), **common} for question in asked]
+    return [{"messages": chat(question), **common} for question in questions(count)]
 
 
-async def measure(server: Server, bodies: Sequence[Mapping[str, Any]], clients: int) -> dict[str, Any]:
-    """Sends requests from several clients, after a first one that does not count.
-
-    Raises:
-        RuntimeError: a request failed.
-    """
+async def measure(url: str, process: int | None, bodies: Sequence[Mapping[str, Any]], clients: int) -> dict[str, Any]:
+    """Sends requests from several clients, after a first one that does not count. ``process``: of the server, if it was
+    started here."""
     answers: list[Answer] = []
     waiting = iter(bodies)
     limits = httpx.Limits(max_connections=clients)
-    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits) as http:
         await ask(http, bodies[0])
 
         async def client() -> None:
             for body in waiting:
                 answers.append(await ask(http, body))
 
-        before, start = server.used(), time.perf_counter()
+        before, start = used(process), time.perf_counter()
         await asyncio.gather(*(client() for _ in range(clients)))
         seconds = time.perf_counter() - start
-        return figures(clients, answers, seconds, seconds_between(before, server.used()))
+        return figures(clients, answers, seconds, seconds_between(before, used(process)))
 
 
 async def ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
-    """Sends a request and reads the stream.
-
-    Raises:
-        RuntimeError: the server refused it, or the stream has an error or is cut off.
-    """
+    """Sends a request and reads the stream. RuntimeError if the server refuses it, or the stream has an error or is cut
+    off."""
     answer, start, is_whole = Answer(), time.perf_counter(), False
     async with http.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != httpx.codes.OK:
             raise RuntimeError(f"status {response.status_code}: {(await response.aread()).decode(errors='replace')}")
         async for line in _lines(response):
-            if line == b"data: [DONE]":
-                is_whole = True
-            elif line and not line.startswith(b":"):  # a comment
-                _take(answer, json.loads(line.removeprefix(b"data: ")), time.perf_counter() - start)
+            is_whole |= line == b"data: [DONE]"
+            if not line.startswith(b"data: {"):  # an empty line, or a comment
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            if "error" in event:
+                raise RuntimeError(f"the stream has an error: {event['error']}")
+            if any(choice["delta"].get("content") for choice in event["choices"]):
+                answer.pieces += 1
+                answer.first = answer.first or time.perf_counter() - start
+            if event.get("usage"):
+                answer.tokens = event["usage"]["completion_tokens"]
+                answer.forwards = (event.get("lopa") or {}).get("num_forwards", 0)
     if not is_whole:
         raise RuntimeError("the stream was cut off")
     answer.seconds = time.perf_counter() - start
@@ -157,44 +146,19 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
             yield line
 
 
-def _take(answer: Answer, event: Mapping[str, Any], seconds: float) -> None:
-    """Adds an event to an answer, which arrived so many seconds after the request."""
-    if "error" in event:
-        raise RuntimeError(f"the stream has an error: {event['error']}")
-    if any(choice["delta"].get("content") for choice in event["choices"]):
-        answer.pieces += 1
-        answer.first = answer.first or seconds
-    if event.get("usage"):
-        answer.tokens = event["usage"]["completion_tokens"]
-        answer.forwards = (event.get("lopa") or {}).get("num_forwards", 0)
-
-
 # ---- servers ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Server:
-    """A running server."""
-
-    url: str
-    process: int | None = None
-    """Its id, if the server was started here."""
-
-    def used(self) -> Used:
-        """What the server's processes have used, and the clients, which are this process."""
-        own = resource.getrusage(resource.RUSAGE_SELF)
-        clients = {os.getpid(): ("clients", own.ru_utime + own.ru_stime)}
-        return clients if self.process is None else used_by(self.process) | clients
+def used(process: int | None) -> Used:
+    """What a server's processes have used, and the clients, which are this process."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    return ({} if process is None else used_by(process)) | {os.getpid(): ("clients", own.ru_utime + own.ru_stime)}
 
 
 @contextmanager
-def one_server(flags: Sequence[str]) -> Iterator[Server]:
-    """A server without prefix cache, which ends after the ``with`` block. It has one thread: OpenMP's default would
-    compete with the clients for the cores.
-
-    Raises:
-        RuntimeError: it did not start.
-    """
+def one_server(flags: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """A server without prefix cache, which ends after the ``with`` block: its address and its process. It has one
+    thread: OpenMP's default would compete with the clients for the cores. RuntimeError if it does not start."""
     command = [sys.executable, "-m", "lopa_ascend.serve", "--port", "0", "--no-enable-prefix-caching", *flags]
     variables = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     with tempfile.TemporaryDirectory() as folder:
@@ -202,7 +166,7 @@ def one_server(flags: Sequence[str]) -> Iterator[Server]:
         with log.open("w") as output:
             process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
         try:
-            yield Server(_await_address(process, log), process.pid)
+            yield _await_address(process, log), process.pid
         finally:
             process.terminate()
             process.wait()
@@ -210,16 +174,12 @@ def one_server(flags: Sequence[str]) -> Iterator[Server]:
 
 def _await_address(process: subprocess.Popen[bytes], log: Path) -> str:
     """Waits until a server serves; its log has the address."""
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        is_over = process.poll() is not None or time.monotonic() > deadline
-        text = log.read_text(errors="replace")
-        for line in text.splitlines(keepends=True):
-            if line.startswith(READY) and line.endswith("\n"):
-                return line.split()[1]
-        if is_over:
-            raise RuntimeError(f"the server did not start:\n{text}")
+    deadline = time.monotonic() + TIMEOUT
+    while not (found := SERVING.search(log.read_text(errors="replace"))):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')}")
         time.sleep(0.1)
+    return found[1]
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -234,34 +194,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("--requests", 96, 1, "requests for each number of clients"),
         ("--max-tokens", 192, 1, "tokens of an answer, at most"),
     )
-    parser.add_argument(
-        "--fields", nargs="+", default=[], metavar="NAME=VALUE", help="fields of the requests, such as num_branches=3"
-    )
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    fields = "fields of the requests, such as num_branches=3"
+    parser.add_argument("--fields", nargs="+", type=named_value, default=[], metavar="NAME=VALUE", help=fields)
 
 
-def parse_field(text: str) -> tuple[str, Any]:
-    """The name and the value of a field, which is JSON, or a text without quotes."""
-    name, _, value = text.partition("=")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
-
-
-def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def run(args: argparse.Namespace) -> int:
     """Measures and prints each number of clients."""
     if args.url and args.flags:
-        parser.error("--url, and flags after --, name different servers; give one of them")
-    server = nullcontext(Server(args.url)) if args.url else one_server(args.flags)
-    bodies = make_bodies(args.requests, args.max_tokens, dict(map(parse_field, args.fields)))
-    levels: list[dict[str, Any]] = []
-    with server as running:
-        for clients in args.clients:
-            level = asyncio.run(measure(running, bodies, clients))
-            if not args.json:
-                print(row(level.values()) if levels else table([*level], [level.values()]), flush=True)
-            levels.append(level)
-    if args.json:
-        print(json.dumps({"machine": describe_machine(), "levels": levels}))
+        raise ValueError("--url, and flags after --, name different servers; give one of them")
+    server = nullcontext((args.url, None)) if args.url else one_server(args.flags)
+    bodies = make_bodies(args.requests, args.max_tokens, dict(args.fields))
+    with server as (url, process):
+        for number, clients in enumerate(args.clients):
+            level = asyncio.run(measure(url, process, bodies, clients))
+            print(row(level.values()) if number else records([level]), flush=True)
     return 0

@@ -13,7 +13,7 @@ from lopa_ascend.types import SequencePlan
 from scripts.bench import ranks
 from scripts.bench.plan.models import load_model
 from scripts.bench.prompts import text_prompts
-from scripts.bench.ranks import Formulas, Step
+from scripts.bench.ranks import Step, formulas
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.multirank
@@ -67,9 +67,8 @@ def test_every_step_sends_what_the_formulas_say(tp: int, bp: int) -> None:
         assert sent["kv"].num_bytes == sum(commit * kv_position + hidden for commit in full)
         second_phases, commits = second_phases + len(full), commits + len(committing)
     assert 0 < second_phases < commits
-    formulas = Formulas(model, 4, tp, bp)
     for step in steps:
-        exact = formulas.exact(step)
+        exact = formulas(step, model, "fp32", tp, bp)
         assert step.traffic.keys() <= exact.keys()
         counted = {purpose: step.sent(purpose).num_bytes for purpose in exact}
         assert counted | ({"control": exact["control"]} if step.carries_commands else {}) == exact

@@ -16,11 +16,9 @@ from torch import Tensor
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.interface import Entries
 from lopa_ascend.model.decoder import Decoder
-from lopa_ascend.types import GenerationOutput
 from scripts.bench import parts as parts_module
 from scripts.bench.__main__ import main
-from scripts.bench.decode import KEYS, floors
-from scripts.bench.parts import PARTS, PartWork, Peaks, measure_parts, work_of
+from scripts.bench.parts import PARTS, PartWork, Peaks, floors, timed_parts, work_of
 from tests.tiny import write_dream
 
 PROMPT = list(range(40))
@@ -32,8 +30,8 @@ def test_timing_changes_no_token_and_counts_the_work(tmp_path) -> None:
     ops = llm.engine.runner.model.ops
     params = DecodingParams(num_branches=2, block_size=8, max_new_tokens=16, ignore_eos=True)
     expected = llm.generate([PROMPT], params, quiet=True)[0]
-    found: list[GenerationOutput] = []
-    parts = measure_parts(llm, lambda: found.extend(llm.generate([PROMPT], params, trace=True, quiet=True)))
+    with timed_parts(llm) as parts:
+        found = llm.generate([PROMPT], params, trace=True, quiet=True)
     assert llm.engine.runner.model.ops is ops
     assert found[0].token_ids == expected.token_ids
     assert set(parts) == set(PARTS)
@@ -67,8 +65,9 @@ def test_the_work_of_the_linear_layers_is_what_they_compute(quantization: str | 
         return out
 
     params = DecodingParams(num_branches=2, max_new_tokens=32, window_attention="full", ignore_eos=True)
-    with mock.patch.object(Decoder, "_linear", counted), mock.patch.object(Decoder, "_gated", counted_gated):
-        parts = measure_parts(llm, lambda: llm.generate([PROMPT], params, quiet=True))
+    patched = mock.patch.multiple(Decoder, _linear=counted, _gated=counted_gated)
+    with patched, timed_parts(llm) as parts:
+        llm.generate([PROMPT], params, quiet=True)
     products = parts["products"]
     last = llm.config.num_layers - 1
     assert rows[f"layers.{last}.down"] < rows["layers.0.down"]
@@ -79,7 +78,8 @@ def test_int8_products_are_counted_by_themselves(tmp_path) -> None:
     write_dream(tmp_path)
     llm = LLM(tmp_path, quantization="w8a8", enable_prefix_caching=False)
     params = DecodingParams(num_branches=2, block_size=8, max_new_tokens=16, ignore_eos=True)
-    parts = measure_parts(llm, lambda: llm.generate([PROMPT], params, quiet=True))
+    with timed_parts(llm) as parts:
+        llm.generate([PROMPT], params, quiet=True)
     assert parts["products"].int8_flops > 0
     assert parts["products"].flops == 0
     assert parts["head and score"].int8_flops == 0
@@ -107,8 +107,8 @@ def test_the_work_of_ops() -> None:
 
 def test_floors_are_those_of_memory_and_of_products() -> None:
     peaks = Peaks(flops=100.0, int8_flops=200.0, bytes=10.0, memory=5.0)
-    assert PartWork(flops=200, weight_bytes=20, bytes=30).floors(peaks) == {"memory": 4 + 3, "products": 2}
-    assert PartWork(flops=200, int8_flops=200, weight_bytes=5).floors(peaks) == {"memory": 1, "products": 2 + 1}
+    assert PartWork(flops=200, weight_bytes=20, bytes=30).floors(peaks) == (4 + 3, 2)
+    assert PartWork(flops=200, int8_flops=200, weight_bytes=5).floors(peaks) == (1, 2 + 1)
 
 
 def decoded(*options: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -124,13 +124,13 @@ def test_the_bundled_model_is_measured_by_default(capsys: pytest.CaptureFixture[
     assert (found["model"], found["threads"]) == ("bundled", 1)
     assert [one["k"] for one in found["decodes"]] == [0, 3]
     for one in found["decodes"]:
-        assert set(one["parts"]) == set(PARTS)
-        assert one["tpf"] == pytest.approx(one["tokens"] / one["forwards"], abs=1e-3)
-        assert 0 < one["longest_step_ms"] <= 1000 * one["cpu_seconds"]
-        assert one["cpu_spread"][0] <= one["cpu_seconds"] == one["cpu_spread"][1]  # of two the slower one
-        assert one["cpu_seconds"] == pytest.approx(sum(one["parts"].values()), rel=0.01)
+        assert one["TPF"] == pytest.approx(one["tokens"] / one["forwards"], abs=1e-3)
+        assert 0 < one["longest step, ms"] <= 1000 * one["cpu s"]
+        assert one["least"] <= one["cpu s"] == one["most"]  # of two the slower one
+        of_a_step = sum(one[part] for part in PARTS)
+        assert one["cpu s"] == pytest.approx(one["steps"] * of_a_step / 1000, rel=0.03)  # of rounded figures
     again = decoded(*options, capsys=capsys)
-    assert [one["token_digest"] for one in again["decodes"]] == [one["token_digest"] for one in found["decodes"]]
+    assert [one["digest"] for one in again["decodes"]] == [one["digest"] for one in found["decodes"]]
 
 
 def test_every_combination_is_decoded_and_prompts_may_be_computed_before(
@@ -143,7 +143,7 @@ def test_every_combination_is_decoded_and_prompts_may_be_computed_before(
     found = decoded(*options.split(), *params.split(), capsys=capsys)
     steps = {}
     for one in found["decodes"]:
-        steps[one["requests"], one["k"]] = one["model_tokens"] / one["steps"]
+        steps[one["requests"], one["k"]] = one["tokens/step"]
         assert one["tokens"] == 16 * 3
     assert len(steps) == len(found["decodes"]) == 2 * 2
     assert steps[3, 0] > steps[1, 0]
@@ -160,7 +160,7 @@ def test_a_model_without_a_tokenizer_decodes_random_ids(
     with mock.patch.object(LLM, "generate", autospec=True, side_effect=LLM.generate) as generate:
         first, again = (decoded(*options.split(), capsys=capsys)["decodes"] for _ in range(2))
     assert {len(prompt) for call in generate.call_args_list for prompt in call.args[1]} == {length or 128}
-    assert [one["token_digest"] for one in first] == [one["token_digest"] for one in again]
+    assert [one["digest"] for one in first] == [one["digest"] for one in again]
 
 
 def test_tables_have_a_row_for_each_decode_and_floors_one_for_each_part(
@@ -169,18 +169,18 @@ def test_tables_have_a_row_for_each_decode_and_floors_one_for_each_part(
     write_dream(tmp_path)
     monkeypatch.setattr(parts_module, "measure_peaks", lambda *of_model: Peaks(1e9, 1e9, 1e9, 1e9))
     main(f"decode --model {tmp_path} --branches 2 --block-size 1 8 --prompts 1 --new-tokens 16 --floors".split())
-    figures, others = capsys.readouterr().out.split("CPU ms of a step:")
-    parts, floors = others.split("Peaks of a CPU second, in 10^9:")
-    for table, columns, count in ((figures, 3 + 7, 1), (parts, 3 + len(PARTS), 1), (floors, 3 + 5, len(PARTS) + 1)):
+    _, figures, peaks, floors = capsys.readouterr().out.split("\n\n")
+    assert peaks.splitlines()[2] == "| 1.0 | 1.0 | 1.0 | 1.0 |"
+    for table, columns, count in ((figures, 3 + 12 + len(PARTS), 1), (floors, 3 + 5, len(PARTS) + 1)):
         rows = [line for line in table.splitlines() if line.startswith("| 2 |")]
         assert [row.count("|") for row in rows] == [columns + 1] * 2 * count
 
 
 def test_the_share_is_that_of_the_longer_floor() -> None:
-    least = {"products": {"memory": 0.75, "products": 0.3}, "host": {"memory": 0.0, "products": 0.0}}
-    one = {"k": 0, "steps": 1, "cpu_seconds": 2.0, "parts": {"products": 1.5, "host": 0.5}, "floors": least}
-    assert [row[len(KEYS) :] for row in floors(dict.fromkeys(KEYS) | one)] == [
-        ["products", "1500.00", "750.00", "300.00", "50%"],
-        ["host", "500.00", "0.00", "0.00", "0%"],
-        ["all", "2000.00", "750.00", "300.00", "38%"],
+    parts = {"products": PartWork(1.5, flops=3, weight_bytes=6), "host": PartWork(0.5)}
+    found = floors(parts, Peaks(flops=10.0, int8_flops=1.0, bytes=1.0, memory=8.0), steps=2)
+    assert [tuple(row.values()) for row in found] == [
+        ("products", 750.0, 375.0, 150.0, "50%"),
+        ("host", 250.0, 0.0, 0.0, "0%"),
+        ("all", 1000.0, 375.0, 150.0, "38%"),
     ]

@@ -14,10 +14,11 @@ from unittest import mock
 import httpx
 import pytest
 
+from lopa_ascend.demo import HELD_OUT
+from scripts.arguments import named_value
 from scripts.bench.__main__ import COMMANDS, main
 from scripts.bench.processes import seconds_between, used_by
-from scripts.bench.prompts import questions
-from scripts.bench.serve import Answer, ask, figures, make_bodies, one_server, parse_field
+from scripts.bench.serve import Answer, ask, figures, make_bodies, one_server
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -64,9 +65,10 @@ def test_senseless_values_are_refused(command: str, expected: str, capsys: pytes
 
 
 def test_a_load_has_as_many_requests_as_are_asked_for() -> None:
-    fields = dict(map(parse_field, ("num_branches=3", "window_attention=full")))
-    bodies = make_bodies(len(questions()) + 1, 8, fields)
-    assert len(bodies) == len(questions()) + 1
+    fields = dict(map(named_value, ("num_branches=3", "window_attention=full")))
+    problems = HELD_OUT.read_text(encoding="utf-8").count("\n")
+    bodies = make_bodies(problems + 1, 8, fields)
+    assert len(bodies) == problems + 1
     assert bodies[0] == bodies[-1]
     assert (bodies[0]["max_tokens"], bodies[0]["num_branches"], bodies[0]["window_attention"]) == (8, 3, "full")
 

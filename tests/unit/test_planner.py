@@ -94,7 +94,7 @@ def test_an_all_reduce_of_four_dies_by_hand(die: Device):
 
 
 def test_a_gather_sends_half_of_what_a_sum_sends(die: Device):
-    link = die.reachable_link
+    link = die.link_bandwidth * die.link_efficiency
     gathered = collective_seconds(die, 8, 1e6, "merge") - die.collective_s
     assert gathered == pytest.approx(min(7 * (0.5e-6 + 1e6 / 8 / link), 3 * 0.5e-6 + 1e6 / link))
     exchanged = collective_seconds(die, 8, 1e6, "exchange") - die.slow_collective_s
@@ -302,26 +302,24 @@ def test_dies_beyond_one_replica_make_replicas(dream: ModelConfig, dies: Range):
 
 def test_the_best_plan_is_the_best_of_all(dream: ModelConfig, dies: Range):
     known, work = {0: 3.1, 14: 10.1}, Workload(precision="w8a8")
-    plans = list(all_plans(dream, dies, work, known, 16))
+    plans = all_plans(dream, dies, work, known, 16, {})
     assert {(p.work.tp, p.work.bp) for p in plans} >= {(1, 1), (4, 4), (1, 15), (2, 8)}
     assert all(p.work.tp * p.work.bp <= 16 and p.work.bp <= p.work.k + 1 for p in plans)
-    best = best_plan(dream, dies, work, known, 16)
+    best = best_plan(plans)
     assert best.middle == max(p.middle for p in plans)
 
 
 @pytest.mark.parametrize("given", [{"tp": 4}, {"bp": 4}, {"tp": 2, "bp": 3}])
 def test_given_sizes_are_kept_and_the_others_searched(dream: ModelConfig, dies: Range, given: dict[str, int]):
     known, work = {0: 3.1, 14: 10.1}, Workload()
-    plans = list(all_plans(dream, dies, work, known, 16, given))
-    everything = list(all_plans(dream, dies, work, known, 16))
+    plans = all_plans(dream, dies, work, known, 16, given)
+    everything = all_plans(dream, dies, work, known, 16, {})
     assert plans == [p for p in everything if all(getattr(p.work, name) == size for name, size in given.items())]
-    best = best_plan(dream, dies, work, known, 16, given)
-    assert best.middle == max(p.middle for p in plans)
 
 
 def test_more_dies_never_make_the_best_plan_slower(dream: ModelConfig, dies: Range):
     known = {0: 3.1, 14: 10.1}
-    speeds = [best_plan(dream, dies, Workload(), known, n).middle for n in (1, 2, 4, 8, 16)]
+    speeds = [best_plan(all_plans(dream, dies, Workload(), known, n, {})).middle for n in (1, 2, 4, 8, 16)]
     assert speeds == sorted(speeds)
 
 

@@ -18,14 +18,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 
-from lopa_ascend.config import ConfigError, ModelConfig
-from scripts.arguments import add_numbers, positive
-from scripts.bench.plan.devices import DeviceError, Range, constants_table, known_devices, load_device
+from lopa_ascend.config import ModelConfig
+from scripts.arguments import add_numbers, number_from, positive
+from scripts.bench.plan.devices import Range, constants_table, known_devices, load_device
 from scripts.bench.plan.measured import compare
-from scripts.bench.plan.models import known_models, load_model
-from scripts.bench.plan.search import DEFAULT_TPF, Plan, best_plan, plan, tokens_per_forward
+from scripts.bench.plan.models import PUBLISHED, load_model
+from scripts.bench.plan.search import DEFAULT_TPF, Plan, all_plans, best_plan
 from scripts.bench.plan.step import ENDS, floor
 from scripts.bench.plan.tasks import PRECISIONS, Workload
 from scripts.bench.plan.validate import published_engine, validate
@@ -48,9 +47,9 @@ TERMS = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    models = f"{' or '.join(known_models())}, a directory with a config.json, or a name on the hub (default: Dream-7B)"
+    models = f"{' or '.join(PUBLISHED)}, a directory with a config.json, or a name on the hub (default: Dream-7B)"
     parser.add_argument("--model", default="Dream-7B", metavar="MODEL", help=models)
-    known = f"{' or '.join(known_devices())}, a JSON file of one device, or a report of the self-test (default: 910c)"
+    known = f"{' or '.join(known_devices())}, or a report of the self-test (default: 910c)"
     parser.add_argument("--device", default="910c", metavar="DEVICE", help=known)
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="bf16", help="number format of the weights (default: bf16)"
@@ -74,10 +73,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tpf",
         nargs="+",
-        type=_parse_tpf,
-        metavar="X",
-        help="tokens per forward pass: one number for the given --k, or pairs K:X between which it is interpolated "
-        "(default: " + " ".join(f"{k}:{tpf}" for k, tpf in DEFAULT_TPF.items()) + ", D2F-Dream on GSM8K in the paper)",
+        type=_tpf,
+        default=DEFAULT_TPF.items(),
+        metavar="K:X",
+        help="tokens per forward pass by k, interpolated in between "
+        f"(default: {' '.join(f'{k}:{tpf}' for k, tpf in DEFAULT_TPF.items())}, D2F-Dream on GSM8K in the paper)",
     )
     for name, text in (
         ("--json", "print JSON"),
@@ -94,56 +94,22 @@ def _share(text: str) -> float:
     return value
 
 
-def _parse_tpf(text: str) -> tuple[int | None, float]:
-    """The pair (k, TPF) of a text such as 3:6.5; k is None where the text is one number."""
-    before, colon, after = text.rpartition(":")
-    try:
-        k = int(before) if colon else None
-        tpf = float(after)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number or K:NUMBER, got {text!r}") from None
-    if k is not None and k < 0:
-        raise argparse.ArgumentTypeError(f"K must be at least 0, got {text!r}")
-    if not 0 < tpf < 1e6:
-        raise argparse.ArgumentTypeError(f"must be above 0 and below a million, got {text!r}")
-    return k, tpf
-
-
-def _known_tpf(args: argparse.Namespace) -> dict[int, float]:
-    """TPF by k, from --tpf.
-
-    Raises:
-        ValueError: one number without --k, or together with pairs.
-    """
-    if args.tpf is None:
-        return dict(DEFAULT_TPF)
-    single = [tpf for k, tpf in args.tpf if k is None]
-    if not single:
-        return dict(args.tpf)
-    if len(args.tpf) > 1:
-        raise ValueError("--tpf takes one number, or pairs K:X")
-    if args.k is None:
-        raise ValueError("--tpf with one number needs --k; give pairs K:X to compare numbers of branches")
-    return {args.k: single[0]}
+def _tpf(text: str) -> tuple[int, float]:
+    """The pair (k, TPF) of a text such as 3:6.5."""
+    k, colon, tpf = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"must be K:X, got {text!r}")
+    return number_from(0)(k), positive(tpf)
 
 
 def _best(args: argparse.Namespace, model: ModelConfig, devices: Range, requests: int) -> Plan:
-    """The plan that the command line asks for.
-
-    Raises:
-        ValueError: the flags do not go together, or nothing fits.
-    """
-    known = _known_tpf(args)
-    given = {name: getattr(args, name) for name in ("precision", "window", "context", "block", "computed", "predicted")}
-    work = Workload(**given, requests=requests)
-    given = {name: getattr(args, name) for name in ("tp", "bp", "k") if getattr(args, name) is not None}
-    if args.dies is not None and len(given) < 3:
-        if args.k is not None:
-            known = {args.k: tokens_per_forward(known, args.k)}
-        sizes = {name: size for name, size in given.items() if name != "k"}
-        return best_plan(model, devices, work, known, args.dies, sizes)
-    chosen = replace(work, **{"tp": 1, "bp": 1, "k": 3, **given})
-    return plan(model, devices, chosen, tokens_per_forward(known, chosen.k), args.dies)
+    """The plan that the command line asks for."""
+    names = ("precision", "window", "context", "block", "computed", "predicted")
+    work = Workload(**{name: getattr(args, name) for name in names}, requests=requests)
+    sizes = {name: getattr(args, name) for name in ("tp", "bp", "k") if getattr(args, name) is not None}
+    if args.dies is None:
+        sizes = {"tp": 1, "bp": 1, "k": 3, **sizes}
+    return best_plan(all_plans(model, devices, work, dict(args.tpf), args.dies, sizes))
 
 
 def steps_table(plans: dict[int, Plan]) -> str:
@@ -160,28 +126,20 @@ def steps_table(plans: dict[int, Plan]) -> str:
     return table(("ms, by requests", *plans), rows)
 
 
-def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def run(args: argparse.Namespace) -> int:
     """Prints what the command line asks for."""
-    try:
-        _print(args)
-    except (ConfigError, DeviceError, ValueError) as error:
-        parser.error(str(error))
-    return 0
-
-
-def _print(args: argparse.Namespace) -> None:
     if args.validate:
         print(json.dumps({"rows": validate(), "published_engine": published_engine(), "measured": compare()}))
-        return
+        return 0
     if args.constants:
         print(constants_table(args.device))
-        return
+        return 0
     model, devices = load_model(args.model), load_device(args.device)
     plans = {requests: _best(args, model, devices, requests) for requests in args.requests}
     if args.json:
         asked = {"model": args.model, "device": args.device, "precision": args.precision}
         print("\n".join(json.dumps({**asked, "requests": n, **best.as_json()}) for n, best in plans.items()))
-        return
+        return 0
     for requests, best in plans.items():
         sizes = f"tp {best.work.tp} x bp {best.work.bp}, k = {best.work.k}, {best.replicas} replica(s)"
         least = f"{1000 * floor(model, devices.low, best.work):.1f} ms"
@@ -189,3 +147,4 @@ def _print(args: argparse.Namespace) -> None:
             f"{requests} request(s): {sizes}, TPF {best.work.tpf:g}; at least {least} on the device, by its data sheet"
         )
     print(f"\n{steps_table(plans)}")
+    return 0

@@ -1,13 +1,13 @@
-"""Descriptions of devices: constants with their units and sources, from devices.json or a file with one device."""
+"""Devices: constants with their units and sources, from devices.json, and what a self-test has measured of them."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from lopa_ascend.config.files import read_json_object
 from scripts.bench.tables import table
@@ -20,7 +20,7 @@ UPDATED_LAYERS = 28
 
 
 class DeviceError(ValueError):
-    """A description of a device that cannot be used. The message names the file and the field."""
+    """There is no such device, or a report that cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +91,8 @@ class Device:
         """Bytes/s of memory."""
         return self.memory_bandwidth * self.memory_efficiency
 
-    @property
-    def reachable_link(self) -> float:
-        """Bytes/s of the link."""
-        return self.link_bandwidth * self.link_efficiency
-
     def peak_flops(self, precision: str) -> float:
-        """FLOP/s of products of numbers of a format.
-
-        Raises:
-            ValueError: the device has none.
-        """
+        """FLOP/s of products of numbers of a format; ValueError if the device has none."""
         peaks = {"bf16": self.bf16_flops, "w8a8": self.int8_flops, "fp32": self.fp32_flops, "fp8": self.fp8_flops}
         if not peaks[precision]:
             raise ValueError(f"the device has no products in {precision}")
@@ -111,10 +102,9 @@ class Device:
         """Seconds of an all-reduce, between the next smaller and the next larger one that were timed; None if none were
         for so many ranks and bytes."""
         timed = [(size, seconds) for count, size, seconds in self.measured_sums if count == ranks]
-        for (small, fast), (large, slow) in itertools.pairwise(timed):
-            if small <= num_bytes <= large:
-                return fast + (slow - fast) * (num_bytes - small) / (large - small)
-        return None
+        if not timed or not timed[0][0] <= num_bytes <= timed[-1][0]:
+            return None
+        return float(np.interp(num_bytes, *np.array(timed).T))
 
 
 class Range(NamedTuple):
@@ -129,11 +119,6 @@ CONSTANTS = tuple(f.name for f in fields(Device) if f.default is MISSING)
 """Those of every device."""
 GPU_CONSTANTS = tuple(f.name for f in fields(Device) if f.default == 0.0)
 """Those that a GPU has besides."""
-_POSITIVE = ("flops", "bandwidth", "bytes", "efficiency", "sms", "rows", "splits")
-"""Constants whose names end so are divided by, or are sizes; all others may be 0."""
-
-_UNITS = {"flops": ("FLOP/s", "OP/s"), "bandwidth": ("B/s",), "bytes": ("B",), "_s": ("s",)}
-"""By the end of a constant's name: what its value is counted in. All others are plain numbers, without a unit."""
 
 
 def known_devices() -> tuple[str, ...]:
@@ -142,105 +127,48 @@ def known_devices() -> tuple[str, ...]:
 
 
 def load_device(name: str) -> Range:
-    """A built-in device by its name, the device that a JSON file describes, or the 910C with what a report of the
-    self-test has measured.
-
-    Raises:
-        DeviceError: there is no such device or file, or the file lacks a constant or a source.
-    """
-    description = _description(name)
-    if "findings" in description:
-        return measured_device(description, name)
-    return parse_device(description, name)
+    """A built-in device by its name, or the 910C with what a report of the self-test, by its file, has measured.
+    DeviceError if there is neither, or the report is of another version of the self-test."""
+    if name in known_devices():
+        return _device(_constants(name))
+    if not Path(name).exists():
+        choices = ", ".join(known_devices())
+        raise DeviceError(f"unknown device {name!r}; choose one of {choices}, or give a self-test's report")
+    report, built_in = read_json_object(Path(name), DeviceError), load_device(REPORTED)
+    try:
+        found = _measured(report, built_in.low)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DeviceError(f"{name}: not a report of this version's self-test ({error!r})") from error
+    return Range(*(replace(device, **found) for device in built_in))
 
 
 def constants_table(name: str) -> str:
     """The constants of a device with their sources, as a table in Markdown."""
-    devices, description = load_device(name), _description(name)
-    is_report = "findings" in description
-    constants = _description(REPORTED if is_report else name)["constants"]
-    built_in = parse_device({"constants": constants}, name)
+    devices, known = load_device(name), _constants(name if name in known_devices() else REPORTED)
     rows = []
-    for constant in _names(constants):
-        _, unit, source = constants[constant]
-        ends, old = ([getattr(device, constant) for device in each] for each in (devices, built_in))
+    for constant, (_, unit, source) in known.items():
+        ends, old = ([getattr(device, constant) for device in each] for each in (devices, _device(known)))
         value = " to ".join(dict.fromkeys(f"{end:g}" for end in ends))
         rows.append((constant, f"{value} {unit}".rstrip(), source if ends == old else name))
     return table(("constant", "value", "source"), rows)
 
 
-def _description(name: str) -> dict[str, Any]:
-    built_in = read_json_object(FILE, DeviceError)
-    if name in built_in:
-        found: dict[str, Any] = built_in[name]
-        if like := found.get("like"):
-            common = built_in[like]["constants"].items()
-            inherited = {constant: [*value[:2], f"as of {like}: {value[2]}"] for constant, value in common}
-            found["constants"] = inherited | found["constants"]
-        return found
-    if not Path(name).exists():
-        choices = ", ".join(built_in)
-        raise DeviceError(
-            f"unknown device {name!r}; choose one of {choices}, or give a JSON file or a self-test's report"
-        )
-    return read_json_object(Path(name), DeviceError)
+def _constants(name: str) -> dict[str, Any]:
+    """Of a built-in device [value, unit, source] by name. A value that is known within a range alone is [fastest,
+    slowest]."""
+    described = read_json_object(FILE, DeviceError)[name]
+    constants: dict[str, Any] = described["constants"]
+    if like := described.get("like"):
+        inherited = _constants(like).items()
+        constants = {key: [*value[:2], f"as of {like}: {value[2]}"] for key, value in inherited} | constants
+    return constants
 
 
-def parse_device(description: dict[str, Any], source: str) -> Range:
-    """The device of a JSON object: "constants" by name as [value, unit, source]. A value that is known within a range
-    alone is [fastest, slowest]. Those of GPUs go together.
-
-    Raises:
-        DeviceError: a constant is missing, unknown, no number that makes sense, in another unit, or without a source.
-    """
-    constants = description.get("constants")
-    if not isinstance(constants, dict):
-        raise DeviceError(f'{source}: has no object "constants", and is no report of the self-test')
-    known = (*CONSTANTS, *GPU_CONSTANTS)
-    for name in constants.keys() - set(known):
-        raise DeviceError(f"{source}: unknown constant {name!r}; choose from {', '.join(known)}")
-    values = {name: _values(constants, name, source) for name in _names(constants)}
-    return Range(*(Device(**{name: ends[end] for name, ends in values.items()}, measured_sums=()) for end in range(2)))
-
-
-def _names(constants: Mapping[str, Any]) -> tuple[str, ...]:
-    """The constants that a description must have."""
-    return (*CONSTANTS, *(GPU_CONSTANTS if constants.keys() & set(GPU_CONSTANTS) else ()))
-
-
-def _values(constants: dict[str, Any], name: str, source: str) -> tuple[float, float]:
-    """The fastest and the slowest value of a constant."""
-    entry = constants.get(name)
-    if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], str) and entry[2]):
-        raise DeviceError(f"{source}: {name} is {entry!r}, expected [value, unit, source]")
-    value, unit, _ = entry
-    ends = value if isinstance(value, list) and len(value) == 2 else [value, value]
-    must_be_positive = name.endswith(_POSITIVE) and name != "fp8_flops"
-    for end in ends:
-        is_number = isinstance(end, int | float) and not isinstance(end, bool)
-        if not is_number or not 0 <= end < math.inf or (must_be_positive and end == 0):
-            expected = "above 0" if must_be_positive else "of at least 0"
-            raise DeviceError(f"{source}: {name} is {value!r}, expected a number {expected}, or two of them")
-    units = next((units for end, units in _UNITS.items() if name.endswith(end)), ("",))
-    if any(ends) and unit not in units:  # 0 is 0 in every unit
-        raise DeviceError(f"{source}: {name} is in {unit!r}, expected {' or '.join(map(repr, units))}")
-    if name.endswith("efficiency") and max(ends) > 1:
-        raise DeviceError(f"{source}: {name} is {value!r}, expected at most 1")
-    return float(ends[0]), float(ends[1])
-
-
-def measured_device(report: Mapping[str, Any], source: str) -> Range:
-    """The 910C with what the self-test has measured on one, as far as it has.
-
-    Raises:
-        DeviceError: the report is of another version of the self-test.
-    """
-    built_in = parse_device(_description(REPORTED), REPORTED)
-    try:
-        found = _measured(report, built_in.low)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DeviceError(f"{source}: not a report of this version's self-test ({error!r})") from error
-    return Range(*(replace(device, **found) for device in built_in))
+def _device(constants: Mapping[str, Any]) -> Range:
+    ends = {name: value if isinstance(value, list) else [value, value] for name, (value, *_) in constants.items()}
+    return Range(
+        *(Device(**{name: float(values[end]) for name, values in ends.items()}, measured_sums=()) for end in range(2))
+    )
 
 
 def _measured(report: Mapping[str, Any], device: Device) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lopa_ascend.config.files import read_json_object
 from scripts.bench.plan.devices import CONSTANTS, Device, Range, load_device
 from scripts.bench.plan.models import load_model
@@ -47,27 +49,21 @@ def compare() -> dict[str, Any]:
     """Each measured step beside its prediction, with the error for it of a fit to the others, and the fit to all."""
     data = read_json_object(FILE, ValueError)
     model, devices = load_model(data["model"]), load_device(data["device"])
-    works = [
-        Workload(precision=row["precision"], tp=row["tp"], k=0, window=1, block=1, context=data["context"])
-        for row in data["rows"]
-    ]
-    middle, steps = _middle(devices), [1e-3 * row["step_ms"] for row in data["rows"]]
+    middle = _middle(devices)
     free = replace(
         middle, memory_efficiency=1.0, matrix_kernel_s=0.0, attention_kernel_s=0.0, vector_kernel_s=0.0, gap_s=0.0
     )
-    parts = []
-    for step, work in zip(steps, works, strict=True):
+    rows, parts = list[dict[str, Any]](), list[Measured]()
+    for row in data["rows"]:
+        work = Workload(precision=row["precision"], tp=row["tp"], k=0, window=1, block=1, context=data["context"])
         found, bare = predict_on(model, middle, work), predict_on(model, free, work)
         memory = bare.device - bare.collectives
         fixed = found.device - found.collectives - memory / middle.memory_efficiency
-        parts.append(Measured(step, memory, fixed, found.collectives))
-    rows = []
-    for index, (given, work) in enumerate(zip(data["rows"], works, strict=True)):
-        low, high = (1000 * step.device for step in predict(model, devices, work).values())
-        error = fit([*parts[:index], *parts[index + 1 :]]).error(parts[index])
-        rows.append(
-            {**given, "fastest_ms": round(low, 2), "slowest_ms": round(high, 2), "left_out_error": round(error, 4)}
-        )
+        parts.append(Measured(1e-3 * row["step_ms"], memory, fixed, found.collectives))
+        low, high = (round(1000 * step.device, 2) for step in predict(model, devices, work).values())
+        rows.append({**row, "fastest_ms": low, "slowest_ms": high})
+    for index, row in enumerate(rows):
+        row["left_out_error"] = round(fit([*parts[:index], *parts[index + 1 :]]).error(parts[index]), 4)
     best = fit(parts)
     return {"rows": rows, "memory_efficiency": round(best.memory_efficiency, 4), "fixed_costs": round(best.fixed, 4)}
 
@@ -75,11 +71,9 @@ def compare() -> dict[str, Any]:
 def fit(rows: Sequence[Measured]) -> Fit:
     """The constants with the least squares of the relative errors of two rows or more."""
     # memory x + fixed y = step - collectives, each divided by the step, where x is 1 / efficiency
-    scaled = [(row.memory / row.step, row.fixed / row.step, 1 - row.collectives / row.step) for row in rows]
-    xx, yy, xy = (sum(row[i] * row[j] for row in scaled) for i, j in ((0, 0), (1, 1), (0, 1)))
-    xz, yz = (sum(row[i] * row[2] for row in scaled) for i in (0, 1))
-    determinant = xx * yy - xy * xy
-    return Fit(determinant / (xz * yy - yz * xy), (yz * xx - xz * xy) / determinant)
+    step, memory, fixed, collectives = np.array(rows).T
+    (x, y), *_ = np.linalg.lstsq(np.stack([memory / step, fixed / step], axis=1), 1 - collectives / step, rcond=None)
+    return Fit(float(1 / x), float(y))
 
 
 def _middle(devices: Range) -> Device:

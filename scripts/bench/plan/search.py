@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from lopa_ascend.config import ModelConfig
 from scripts.bench.plan.devices import Range
@@ -54,28 +56,18 @@ class Plan:
 
 
 def tokens_per_forward(known: Mapping[int, float], k: int) -> float:
-    """Tokens per forward pass with k lookahead branches, between known numbers linear in log2(k + 1).
-
-    Raises:
-        ValueError: k lies outside the known numbers. Nothing is extrapolated.
-    """
-    if k in known:
-        return known[k]
-    below, above = [n for n in known if n < k], [n for n in known if n > k]
-    if not below or not above:
+    """Tokens per forward pass with k lookahead branches, between known numbers linear in log2(k + 1). Nothing is
+    extrapolated: ValueError for k outside the known numbers."""
+    if not min(known) <= k <= max(known):
         given = ", ".join(f"{n}:{tpf:g}" for n, tpf in sorted(known.items()))
         raise ValueError(f"no tokens per forward pass for k = {k}: known are {given}; give more by --tpf, as {k}:X")
-    low, high = max(below), min(above)
-    share = math.log2((k + 1) / (low + 1)) / math.log2((high + 1) / (low + 1))
-    return known[low] + share * (known[high] - known[low])
+    numbers = sorted(known)
+    return float(np.interp(math.log2(k + 1), [math.log2(n + 1) for n in numbers], [known[n] for n in numbers]))
 
 
 def plan(model: ModelConfig, devices: Range, work: Workload, tpf: float, dies: int | None = None) -> Plan:
     """How fast a workload is, whose ``requests`` are those of all replicas together; without ``dies`` there is one.
-
-    Raises:
-        ValueError: the workload does not fit the model, the dies or their memory.
-    """
+    ValueError if it does not fit the model, the dies or their memory."""
     size = work.tp * work.bp
     if dies is not None and size > dies:
         raise ValueError(f"tp {work.tp} x bp {work.bp} needs {size} dies, there are {dies}")
@@ -95,48 +87,35 @@ def all_plans(
     devices: Range,
     work: Workload,
     known_tpf: Mapping[int, float],
-    dies: int,
-    given: Mapping[str, int] | None = None,
-) -> Iterator[Plan]:
-    """Every (tp, bp, k) that fits on the dies, in place of those of ``work``.
+    dies: int | None,
+    given: Mapping[str, int],
+) -> list[Plan]:
+    """Every (tp, bp, k) that fits on the dies, in place of those of ``work``; ValueError if none does.
 
     Args:
         known_tpf: tokens per forward pass by k; no k outside these is tried.
-        given: "tp" and "bp" that all plans must have; those without one are searched.
+        given: "tp", "bp" and "k" that all plans must have; those without one are searched.
     """
-    given = given or {}
-    for tp in model.tensor_parallel_sizes():
-        for bp in range(1, dies // tp + 1):
-            if (tp, bp) != (given.get("tp", tp), given.get("bp", bp)):
-                continue
-            for k in range(max(min(known_tpf), bp - 1), max(known_tpf) + 1):  # with a smaller k ranks are idle
-                with suppress(ValueError):  # the memory of a die does not hold it
-                    yield plan(model, devices, replace(work, tp=tp, bp=bp, k=k), tokens_per_forward(known_tpf, k), dies)
+    tried: dict[str, Iterable[int]] = {
+        "tp": model.tensor_parallel_sizes(),
+        "bp": range(1, (dies or 1) + 1),
+        "k": range(min(known_tpf), max(known_tpf) + 1),
+    }
+    tried |= {name: [size] for name, size in given.items()}
+    found, problems = list[Plan](), list[ValueError]()
+    for tp, bp, k in itertools.product(*tried.values()):
+        if bp > k + 1 and len(given) < len(tried):  # ranks would be idle
+            continue
+        try:
+            each = replace(work, tp=tp, bp=bp, k=k)
+            found.append(plan(model, devices, each, tokens_per_forward(known_tpf, k), dies))
+        except ValueError as error:  # such as the memory of a die
+            problems.append(error)
+    if not found:
+        raise ValueError(f"no (tp, bp, k) is possible: {problems[0] if problems else 'bp is at most k + 1'}")
+    return found
 
 
-def best_plan(
-    model: ModelConfig,
-    devices: Range,
-    work: Workload,
-    known_tpf: Mapping[int, float],
-    dies: int,
-    given: Mapping[str, int] | None = None,
-) -> Plan:
-    """The plan with most tokens/s in the middle of the range; of equal ones that with fewest dies and branches. For
-    the arguments see ``all_plans``.
-
-    Raises:
-        ValueError: nothing fits.
-    """
-    plans = list(all_plans(model, devices, work, known_tpf, dies, given))
-    if not plans:
-        if given:  # raises a more precise error where the given sizes alone are the reason
-            smallest = replace(work, tp=given.get("tp", 1), bp=given.get("bp", 1), k=max(known_tpf))
-            plan(model, devices, smallest, 1.0, dies)
-        sizes = "".join(f", {name} {size}" for name, size in (given or {}).items())
-        raise ValueError(
-            f"the model fits on no (tp, bp, k) of {dies} dies{sizes}, k from {min(known_tpf)} to {max(known_tpf)}; "
-            "bp is at most k + 1"
-        )
-
+def best_plan(plans: Iterable[Plan]) -> Plan:
+    """That with most tokens/s in the middle of the range; of equal ones that with fewest dies and branches."""
     return max(plans, key=lambda found: (found.middle, -found.replicas * found.work.tp * found.work.bp, -found.work.k))

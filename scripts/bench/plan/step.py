@@ -61,11 +61,7 @@ TERMS = {
 
 
 def predict(model: ModelConfig, devices: Range, work: Workload) -> dict[str, Step]:
-    """The time of one step, at both ends of its range.
-
-    Raises:
-        ValueError: the model cannot be split over ``tp`` ranks, or the precision is unknown.
-    """
+    """The time of one step, at both ends of its range."""
     return {end: predict_on(model, getattr(devices, end), work) for end in ENDS}
 
 
@@ -162,7 +158,8 @@ def collective_seconds(device: Device, ranks: int, num_bytes: float, kind: str) 
     """
     if kind == "sum" and (measured := device.measured_sum(ranks, num_bytes)) is not None:
         return measured - device.collective_events_s  # which the measured time has
-    rounds, latency, link = (2 if kind == "sum" else 1), device.link_latency_s, device.reachable_link
+    rounds, latency = (2 if kind == "sum" else 1), device.link_latency_s
+    link = device.link_bandwidth * device.link_efficiency
     ring = rounds * (ranks - 1) * (latency + num_bytes / ranks / link)
     tree = rounds * (math.ceil(math.log2(ranks)) * latency + num_bytes / link)
     is_slow = kind == "exchange" or (kind == "sum" and num_bytes > ranks * device.sum_limit_bytes)

@@ -95,11 +95,8 @@ def head_parameters(model: ModelConfig, tp: int = 1) -> int:
 
 
 def _products(model: ModelConfig, tp: int, width: int) -> tuple[tuple[int, int], ...]:
-    """(outputs, inputs) of a layer's products on a rank: q, k and v; o; gate and up; down.
-
-    Args:
-        width: of the MLP, or of the one that all tokens take beside their experts.
-    """
+    """(outputs, inputs) of a layer's products on a rank: q, k and v; o; gate and up; down. ``width``: of the MLP, or of
+    the one that all tokens take beside their experts."""
     heads, inner = model.local_heads(tp) * model.head_dim, width // tp
     hidden, qkv = model.hidden_size, heads + 2 * model.local_kv_heads(tp) * model.head_dim
     return (qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)
@@ -114,20 +111,27 @@ def _layers(model: ModelConfig) -> tuple[tuple[int, int, ExpertsConfig | None], 
     return dense, (model.num_layers - experts.first_layer, experts.shared_inner, experts)
 
 
-def weight_bytes(model: ModelConfig, precision: str, tp: int = 1) -> tuple[int, int]:
+def weight_bytes(model: ModelConfig, precision: str, tp: int = 1) -> tuple[float, int]:
     """Bytes of linear layers and of the head on a rank. A step reads them all, of experts those that its tokens take.
 
     The head of a model in a narrow format stays bf16, and routers are float32. The embedding's rows are left out.
     """
-    size, scale = (1, 4) if precision in NARROW else (element_bytes(precision), 0)
-    layers = 0
+    layers = 0.0
     for count, width, experts in _layers(model):
-        each = sum(outputs * (inputs * size + scale) for outputs, inputs in _products(model, tp, width))
+        each = sum(_product(precision, 0, *product).bytes for product in _products(model, tp, width))
         if experts is not None:
-            of_expert = sum(rows * (columns * size + scale) for rows, columns in _expert_products(model, tp, experts))
+            of_expert = sum(_product(precision, 0, *product).bytes for product in _expert_products(model, tp, experts))
             each += experts.num_experts * (of_expert + 4 * model.hidden_size)
         layers += count * each
     return layers, head_parameters(model, tp) * element_bytes(precision)
+
+
+def _product(precision: str, tokens: int, outputs: int, inputs: int, layers: float = 1) -> Task:
+    """A product with the weights of so many linear layers, each of which takes its share of the tokens."""
+    size = element_bytes(precision)
+    weight_size, scale = (1, 4) if precision in NARROW else (size, 0)
+    moved = layers * outputs * (inputs * weight_size + scale) + tokens * (inputs * weight_size + outputs * size)
+    return Task("product", moved, 2 * tokens * outputs * inputs, shape=(tokens, outputs, inputs))
 
 
 def _expert_products(model: ModelConfig, tp: int, experts: ExpertsConfig) -> tuple[tuple[int, int], ...]:
@@ -150,7 +154,7 @@ def all_reduce_bytes(model: ModelConfig, work: Workload) -> int:
     return work.tokens * model.hidden_size * element_bytes(work.precision)
 
 
-def memory_bytes(model: ModelConfig, work: Workload) -> int:
+def memory_bytes(model: ModelConfig, work: Workload) -> float:
     """Bytes that a rank must hold: weights with the whole embedding, and keys and values of its rows.
 
     The positions in front of the window are shared by a request's rows. A tied head is held beside the embedding,
@@ -163,11 +167,8 @@ def memory_bytes(model: ModelConfig, work: Workload) -> int:
 
 
 def step_tasks(model: ModelConfig, work: Workload, *, on_gpu: bool = False) -> Iterator[Task]:
-    """The tasks of a step, on an NPU or on a GPU.
-
-    Raises:
-        ValueError: the model cannot be split over ``tp`` ranks, or the precision is unknown.
-    """
+    """The tasks of a step, on an NPU or on a GPU. ValueError if the model cannot be split over ``tp`` ranks, or the
+    precision is unknown."""
     if work.tp not in model.tensor_parallel_sizes():
         sizes = ", ".join(map(str, model.tensor_parallel_sizes()))
         raise ValueError(f"tp is {work.tp}, but the model can be split over {sizes} ranks")
@@ -187,13 +188,11 @@ def _expert_tasks(model: ModelConfig, work: Workload, experts: ExpertsConfig) ->
     """What a mixture of experts adds to a layer. All experts are equally likely, so that n tokens take
     E (1 - (1 - taken / E) ** n) of them; a step of one request reads fewer, as its tokens are alike."""
     size, tokens, hidden = element_bytes(work.precision), work.tokens, model.hidden_size
-    weight_size, scale = (1, 4) if work.precision in NARROW else (size, 0)
     number, pairs = experts.num_experts, tokens * experts.per_token
     taken = number * (1 - (1 - experts.per_token / number) ** tokens)
     yield Task("product", 4 * (number * hidden + tokens * (hidden + number)), 2 * tokens * number * hidden)  # router
     for outputs, inputs in _expert_products(model, work.tp, experts):
-        moved = taken * outputs * (inputs * weight_size + scale) + pairs * (inputs * weight_size + outputs * size)
-        yield Task("product", moved, 2 * pairs * outputs * inputs)
+        yield _product(work.precision, pairs, outputs, inputs, taken)._replace(shape=())
     per_token = {
         "cast": (size + 4) * hidden,
         "choice": 8 * number,
@@ -207,12 +206,8 @@ def _expert_tasks(model: ModelConfig, work: Workload, experts: ExpertsConfig) ->
 
 def _layer_tasks(model: ModelConfig, work: Workload, width: int, on_gpu: bool) -> Iterator[Task]:
     size, tokens = element_bytes(work.precision), work.tokens
-    is_narrow = work.precision in NARROW
-    weight_size = 1 if is_narrow else size
     for outputs, inputs in _products(model, work.tp, width):
-        scales = 4 * outputs if is_narrow else 0
-        moved = outputs * inputs * weight_size + scales + tokens * (inputs * weight_size + outputs * size)
-        yield Task("product", moved, 2 * tokens * outputs * inputs, shape=(tokens, outputs, inputs))
+        yield _product(work.precision, tokens, outputs, inputs)
     heads, kv = model.local_heads(work.tp) * model.head_dim, model.local_kv_heads(work.tp) * model.head_dim
     seen = work.context + work.window
     keys = work.rows * seen * 2 * kv * size
@@ -234,7 +229,9 @@ def _layer_tasks(model: ModelConfig, work: Workload, width: int, on_gpu: bool) -
         vectors |= {"rope": (1, 3 * (heads + 2 * kv)), "split": (0, 0)}
     for count, elements in filter(all, vectors.values()):
         yield Task("small", tokens * elements * size / count, times=count)
-    if is_narrow:  # norms and SwiGLU have forms that quantise; the input of the output projection needs a kernel
+    if (
+        work.precision in NARROW
+    ):  # norms and SwiGLU have forms that quantise; the input of the output projection needs a kernel
         yield Task("small", tokens * heads * (size + 1))
     if work.tp > 1:
         yield Task("sum", all_reduce_bytes(model, work), times=2)

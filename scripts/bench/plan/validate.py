@@ -36,10 +36,8 @@ PROMPTS = {"low": 512, "high": 1024}
 GROUP_SIZE = 6
 """Settings with the same thresholds in the same order, from the highest to the lowest: S1 to S6, S7 to S12, S13 to S18.
 """
-Key = tuple[str, str]
-"""Model and task."""
-Figures = Mapping[tuple[str, str, int], float]
-"""By model, task and number of the setting."""
+Figures = Mapping[tuple[str, str, str], float]
+"""By model, task and setting."""
 
 
 def read_paper() -> dict[str, Any]:
@@ -55,8 +53,8 @@ def validate() -> list[dict[str, Any]]:
     paper = read_paper()
     published, known, rows = _by_row(paper["rows"], "avg_tps"), _by_row(paper["tokens_per_forward"], "tpf"), []
     for row in paper["rows"]:
-        number, key = _number(row["setting"]), (row["model"], row["task"])
-        setting = paper["settings"][_group(paper["settings"], number)]
+        number, key = int(row["setting"].removeprefix("S")), (row["model"], row["task"])
+        setting = [*paper["settings"].values()][(number - 1) // GROUP_SIZE]
         tpf, source = _tokens_per_forward(key, number, published, known)
         steps = predict(load_model("Dream-7B"), load_device(setting["device"]), _workload(setting, tpf))
         speeds = {"fastest": tpf / steps["low"].step, "slowest": tpf / steps["high"].step}
@@ -97,11 +95,11 @@ def published_engine() -> list[dict[str, Any]]:
     paper = read_paper()
     published = _by_row(paper["rows"], "avg_tps")
     tokens = {
-        (row["model"], row["task"]): row["latency_s"] * published[row["model"], row["task"], 18]
+        (row["model"], row["task"]): row["latency_s"] * published[row["model"], row["task"], "S18"]
         for row in paper["tokens_per_forward"]
         if row["setting"] == "S18"
     }
-    setting = next(each for each in paper["settings"].values() if each["device"] == "910c")
+    setting = paper["settings"]["S13-S18"]
     model, devices = load_model("Dream-7B"), load_device(setting["device"])
     waits = Range(*(replace(device, host_overlaps=0.0) for device in devices))
     found = []
@@ -136,27 +134,17 @@ def _workload(setting: Mapping[str, Any], tpf: float) -> Workload:
 
 
 def _by_row(rows: Iterable[Mapping[str, Any]], column: str) -> Figures:
-    return {(row["model"], row["task"], _number(row["setting"])): row[column] for row in rows}
+    return {(row["model"], row["task"], row["setting"]): row[column] for row in rows}
 
 
-def _tokens_per_forward(key: Key, number: int, published: Figures, known: Figures) -> tuple[float, str]:
-    """The TPF of a setting's row and where it comes from, by tokens/s and TPF of the paper."""
-    if (*key, number) in known:
-        return known[(*key, number)], "Table 3"
-    anchor = 12 if 7 <= number <= 12 else 18
-    other_platform = range(1, 7) if number >= 13 else range(13, 19)
-    same_thresholds, lowest_thresholds = other_platform[(number - 1) % GROUP_SIZE], other_platform[-1]
+def _tokens_per_forward(key: tuple[str, str], number: int, published: Figures, known: Figures) -> tuple[float, str]:
+    """The TPF of a setting's row, by model and task, and where it comes from, by tokens/s and TPF of the paper."""
+    if (*key, f"S{number}") in known:
+        return known[(*key, f"S{number}")], "Table 3"
+    anchor = "S12" if 7 <= number <= 12 else "S18"
+    first = 1 if number >= 13 else 13  # of the other platform's settings with four branches
+    same_thresholds, lowest_thresholds = f"S{first + (number - 1) % GROUP_SIZE}", f"S{first + GROUP_SIZE - 1}"
     ratio = published[(*key, same_thresholds)] / published[(*key, lowest_thresholds)]
     is_same = same_thresholds == lowest_thresholds
-    factor = "" if is_same else f" x tokens/s of S{same_thresholds} / S{lowest_thresholds}"
-    return known[(*key, anchor)] * ratio, f"estimated: TPF of S{anchor}{factor}"
-
-
-def _number(setting: str) -> int:
-    return int(setting.removeprefix("S"))
-
-
-def _group(settings: Mapping[str, Any], number: int) -> str:
-    """The name of the group, such as "S1-S6", that has a setting."""
-    spans = {name: [_number(end) for end in name.split("-")] for name in settings}
-    return next(name for name, (first, last) in spans.items() if first <= number <= last)
+    factor = "" if is_same else f" x tokens/s of {same_thresholds} / {lowest_thresholds}"
+    return known[(*key, anchor)] * ratio, f"estimated: TPF of {anchor}{factor}"
