@@ -34,7 +34,8 @@ from scripts.bench.plan.devices import Range, known_devices, load_device
 from scripts.bench.plan.models import load_model
 from scripts.selftest.hour import LEFT_OUT, WRONG, Report, Row, Step
 from tests import golden
-from tests.cuda.cases import DREAM_7B, MOST, Case, Random, Sizes, attention_case, cases, error_of
+from tests.cuda.cases import MOST, Random, attention_case, cases
+from tests.kernel_cases import DREAM_7B, Case, Sizes, error_of
 
 CALLS = 56
 """Calls in a graph that is timed."""
@@ -145,7 +146,7 @@ def _poisoned() -> Iterator[None]:
 
 
 SANITIZER = "compute-sanitizer"
-RUN = "from tests.cuda.cases import {0}; from scripts.selftest.gpu import run_all; run_all({0})"
+RUN = "from tests.kernel_cases import {0}; from scripts.selftest.gpu import run_all; run_all({0})"
 """Code of a process that a tool looks at."""
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,8 @@ from lopa_ascend.parallel.collectives import Group, RankError
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, rank_in_environment
 from lopa_ascend.parallel.mesh import Mesh
 from scripts.bench.machine import versions_of
-from scripts.selftest.cases import ASKED_SUMS
-from scripts.selftest.exchanges import EXCHANGES, collectives_case, exchanges_case
 from scripts.selftest.findings import (
+    ASKED_SUMS,
     REFUSALS,
     SIZES,
     Finding,
@@ -51,7 +50,9 @@ from scripts.selftest.parts import captured_latencies, part_times
 from scripts.selftest.speed import FEW
 from scripts.selftest.updates import CALLS as UPDATED_CALLS
 from scripts.selftest.updates import fastest_queue, times_by_queue
+from tests.npu.exchanges import EXCHANGES, collectives_case, exchanges_case
 
+T = TypeVar("T")
 VARIABLES = ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "CPU_AFFINITY_CONF", *ENVIRONMENT)
 """Environment variables that the report names."""
 ALL_REDUCES = "all-reduces between the ranks"
@@ -216,14 +217,19 @@ def examine_exchanges(mesh: Mesh, findings: Sequence[Finding], repeats: int) -> 
     failure = first_failure(mesh, "captured cases", "" if layout else "captured cases are not ok")
     if failure or layout is None:
         return not_tried(EXCHANGES, f"not tried: {failure}")
-    agree = partial(raise_on_all, mesh, "captured exchanges")
-    return examine(exchanges_case(eager_ops(layout), mesh.tp, mesh.bp, agree), repeats)
+    on_all = partial(run_on_all, mesh, "captured exchanges")
+    return examine(exchanges_case(eager_ops(layout), mesh.tp, mesh.bp, on_all), repeats)
 
 
-def raise_on_all(mesh: Mesh, subject: str, failure: str) -> None:
-    """Raises RuntimeError on all ranks if anything has failed on one. Every rank must call it, as ``first_failure``."""
-    if found := first_failure(mesh, subject, failure):
-        raise RuntimeError(found)
+def run_on_all(mesh: Mesh, subject: str, run: Callable[[], T]) -> T:
+    """Runs something on all ranks, which must all call this; RuntimeError on all of them if it fails on one."""
+    try:
+        found = run()
+    except REFUSALS as error:
+        raise RuntimeError(first_failure(mesh, subject, shortened(error))) from error
+    if failure := first_failure(mesh, subject, ""):
+        raise RuntimeError(failure)
+    return found
 
 
 def first_failure(mesh: Mesh, subject: str, failure: str) -> str:

@@ -11,18 +11,19 @@ from torch import Tensor
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.kv.pages import pages_for
 from lopa_ascend.parallel.collectives import CapturedGroup, Group
-from scripts.selftest.captures import Replayed
-from scripts.selftest.cases import BLOCK, DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, attention_sample, randn
 from scripts.selftest.findings import SIZES, SUMS, median_micros
-from scripts.selftest.speed import KV_LENGTHS, TP, replayed_attention
+from scripts.selftest.speed import KV_LENGTHS, RANK_HEADS, TP, replayed_attention
+from tests.kernel_cases import BLOCK
+from tests.npu.captures import Replayed
+from tests.npu.cases import S, attention_sample, randn
 
 BLOCKS = 2
 TOKENS = BLOCKS * BLOCK
 PRODUCTS = (
-    ((HEADS + 2 * KV_HEADS) * DIM // TP, HIDDEN),
-    (HIDDEN, HEADS * DIM // TP),
-    (2 * INTERMEDIATE // TP, HIDDEN),
-    (HIDDEN, INTERMEDIATE // TP),
+    ((S.heads + 2 * S.kv_heads) * S.dim // TP, S.hidden),
+    (S.hidden, S.heads * S.dim // TP),
+    (2 * S.inner // TP, S.hidden),
+    (S.hidden, S.inner // TP),
 )
 """(outputs, inputs) of a layer's products."""
 LAYERS = 2
@@ -57,14 +58,16 @@ def part_times(ops: Ops, repeats: int) -> dict[str, float]:
         return [ops.linear(x, weight) for x, weight in zip(inputs, weights[index % LAYERS], strict=True)][-1]
 
     num_keys = KV_LENGTHS[0]
-    sample = attention_sample([BLOCK] * BLOCKS, [num_keys] * BLOCKS, 2 * BLOCKS * pages_for(num_keys), TP).on(ops)
+    sample = attention_sample([BLOCK] * BLOCKS, [num_keys] * BLOCKS, 2 * BLOCKS * pages_for(num_keys), RANK_HEADS).on(
+        ops
+    )
     small = torch.zeros(TOKENS, dtype=torch.int32, device=ops.device)
 
     attention = partial(replayed_attention, ops, sample, "parts")
     return {
         "products_bytes": 2.0 * sum(rows * columns for rows, columns in PRODUCTS),
         "products_us": added_micros(partial(graph_of, layer), LAYERS, repeats),
-        "attention_bytes": 4.0 * DIM * (TOKENS * HEADS + num_keys * KV_HEADS) / TP,
+        "attention_bytes": 4.0 * S.dim * (TOKENS * S.heads + num_keys * S.kv_heads) / TP,
         "attention_us": added_micros(attention, CALLS, repeats),
         "small_us": added_micros(partial(graph_of, lambda _: small + small), CALLS, repeats),
     }

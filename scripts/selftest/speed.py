@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.kv.pages import pages_for
-from scripts.selftest.captures import Replayed
-from scripts.selftest.cases import BLOCK, CPU, AttentionSample, Case, attention_sample
+from tests.kernel_cases import BLOCK, Case
+from tests.npu.captures import Replayed
+from tests.npu.cases import CPU, HEADS, AttentionSample, attention_sample
 
 SPEED = "replayed attention"
 """Beginning of the names of ``speed_cases``."""
@@ -20,6 +21,7 @@ CALLS = 4
 """Calls of attention in a graph, one after the other."""
 TP = 4
 """Ranks that share the heads."""
+RANK_HEADS = HEADS[0] // TP, HEADS[1] // TP
 KV_LENGTHS = (544, 4096)
 """Keys that the entries of one or two sequences see, by case."""
 FEW = tuple((4, num_keys) for num_keys in KV_LENGTHS)
@@ -38,11 +40,13 @@ def speed_cases(by_layout: Mapping[str, Ops]) -> Iterator[tuple[str, Case]]:
     """Attention of the same blocks in every timed layout, with the heads of a rank of TP 4: layouts and cases."""
     for blocks, num_keys in (*FEW, *MANY):
         # Twice the pages, since the layout with shorter entries counts each of them twice.
-        sample = attention_sample([BLOCK] * blocks, [num_keys] * blocks, 2 * blocks * pages_for(num_keys), TP)
-        expected = [sample.attend(CPU)] * CALLS
+        sample = attention_sample([BLOCK] * blocks, [num_keys] * blocks, 2 * blocks * pages_for(num_keys), RANK_HEADS)
         for layout in TIMED_LAYOUTS:
-            ops, name = by_layout[layout], speed_name(layout, blocks, num_keys)
-            yield layout, Case(name, replayed_attention(ops, sample.on(ops), name), expected)
+            yield layout, speed_case(by_layout[layout], speed_name(layout, blocks, num_keys), sample)
+
+
+def speed_case(ops: Ops, name: str, sample: AttentionSample) -> Case:
+    return Case(name, replayed_attention(ops, sample.on(ops), name), lambda: [sample.attend(CPU)] * CALLS)
 
 
 def speed_name(layout: str, blocks: int, num_keys: int) -> str:

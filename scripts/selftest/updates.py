@@ -19,9 +19,10 @@ import torch
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.backend.npu.environment import TASK_QUEUE, number
 from lopa_ascend.config import ATTENTION_LAYOUTS
-from scripts.selftest.captures import capture_lengths
-from scripts.selftest.cases import BLOCK, attention_sample
-from scripts.selftest.speed import TP, replayed_attention
+from scripts.selftest.speed import RANK_HEADS, replayed_attention
+from tests.kernel_cases import BLOCK
+from tests.npu.captures import capture_lengths
+from tests.npu.cases import attention_sample
 
 MODULE = "scripts.selftest.updates"
 CALLS = 28
@@ -42,7 +43,7 @@ def own_queue() -> str:
 def update_times(ops: Ops, repeats: int) -> dict[str, float]:
     """Median microseconds in which the host launches a replay of CALLS attention calls, by what the lengths do."""
     npu = torch.get_device_module("npu")
-    there = attention_sample([BLOCK], capture_lengths(1), 2, TP).on(ops)
+    there = attention_sample([BLOCK], capture_lengths(1), 2, RANK_HEADS).on(ops)
     replay = replayed_attention(ops, there, "updates", CALLS)
     times = {}
     for name in (KEPT, CHANGED, IN_THREAD):

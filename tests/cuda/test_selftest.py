@@ -23,8 +23,8 @@ from scripts.selftest import engines, gpu
 from scripts.selftest.__main__ import main
 from scripts.selftest.gpu import first_hour
 from scripts.selftest.hour import Examination, Report, Row, Step
-from tests.cuda.cases import Case, Sizes
 from tests.cuda.recorder import Recorder
+from tests.kernel_cases import Case, Sizes
 
 SIZES = Sizes(32, 24, 2, 1, 16, 100, tokens=3, keys=128, sequences=1)
 SMALLER: dict[str, Any] = {

@@ -47,10 +47,11 @@ from lopa_ascend.model.base import Model
 from lopa_ascend.model.decoder import Decoder
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.score.greedy import GreedyScore
+from tests.npu.cases import paged_entries
 from tests.npu.lab import capture, collectives, device, engine  # noqa: F401
 from tests.npu.lab.lowering import Lowered, lower
 from tests.npu.plain_ops import PlainOps
-from tests.npu.samples import dream_7b, dream_weights, forward_inputs, moved, paged_entries, plain_dream
+from tests.npu.samples import dream_7b, dream_weights, forward_inputs, moved, plain_dream
 
 VOCABULARY, MASK, NUM_TOKENS, NUM_LAYERS = 152064, 151666, 151667, 28
 BUCKET = Bucket(sequences=1, blocks=2, pages=8, branches=4, slots=4, block_length=32, max_blocks=4)
@@ -234,7 +235,7 @@ def lowered_model(variant: Variant, num_layers: int) -> Lowered:
     """Embedding, layers, head and scores, with the gather of the shards' statistics."""
     with ranks(variant.tp_size) as group:
         sample = Sample(variant, num_layers, group)
-        entries, _ = paged_entries((BUCKET.block_length,) * 4, (544,) * 4, pages=NUM_PAGES)
+        entries, _ = paged_entries((BUCKET.block_length,) * 4, (544,) * 4, num_pages=NUM_PAGES)
         inputs = moved(replace(forward_inputs(entries, NUM_PAGES), rows=None), "npu")
 
         def model(kv_lengths: list[int]) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
-"""Tensors for tests: a Dream of any size with a step's inputs, and attention entries over pages."""
+"""Tensors for tests: a Dream of any size with a step's inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -17,16 +17,6 @@ from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.model.plain import build_module
 
 SMALL_VOCABULARY = 512
-
-
-def paged_entries(lengths: Sequence[int], kv_lengths: Sequence[int], pages: int = 0) -> tuple[Entries, int]:
-    """(entries of one sequence each, number of pages), which is at least ``pages``, and what the entries take together.
-    Tables are in random order, and a page may be in several."""
-    taken = [-(-length // PAGE_SIZE) for length in kv_lengths]
-    num_pages = max(sum(taken), pages)
-    tables = torch.stack([torch.randperm(num_pages)[: max(taken)] for _ in taken]).int()
-    sequences = tuple(range(len(taken)))
-    return Entries(tuple(lengths), tuple(kv_lengths), tables, sequences, (0,) * len(taken)), num_pages
 
 
 def dream_config(num_layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> ModelConfig:

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch_npu import npu
 
 from scripts.bench.plan.devices import load_device
-from scripts.selftest import cases, findings, op_cases, parts, speed, step_cases, updates
+from scripts.selftest import findings, parts, speed, updates
 from scripts.selftest.__main__ import main
 from scripts.selftest.findings import Finding, eager_ops, examine_cases, merged, slowest
+from tests.npu import cases, op_cases
 from tests.npu.lab import attention, capture
 from tests.npu.lab.constraints import require
 from tests.tiers import slow_but
@@ -51,7 +52,7 @@ def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     and attention of one block in place of many."""
     monkeypatch.setattr(op_cases, "MAX_OUTPUTS", 512)
     monkeypatch.setattr(op_cases, "EXPERT_HIDDEN", 64)
-    monkeypatch.setattr(step_cases, "LARGE", 2**23)
+    monkeypatch.setattr(cases, "LARGE", 2**23)
     for module in (speed, findings):
         monkeypatch.setattr(module, "MANY", ((1, 1024),))
     monkeypatch.setattr(parts, "PRODUCTS", ((96, 64), (64, 32)))
@@ -80,7 +81,7 @@ def reported(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 
 
 def test_where_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(op_cases, "MAX_OUTPUTS", 2 * cases.INTERMEDIATE)
+    monkeypatch.setattr(op_cases, "MAX_OUTPUTS", 2 * cases.S.inner)
     file = tmp_path / "report.json"
     status, verdicts, last = reported(capsys, "--json", str(file))
     assert last == "options for the server: --device npu --attention-layout TND --graph-mode npugraph_ex"
@@ -299,8 +300,8 @@ def test_a_large_pool_is_made_only_where_there_is_much_memory(monkeypatch: pytes
     name = "last pages of a large pool"
 
     def large_pool() -> dict[str, str]:
-        cases = step_cases.large_pool_cases(eager_ops("TND"))
-        return {finding.name: finding.verdict for finding in examine_cases(cases, "further ops", 1)}
+        found = examine_cases(cases.large_pool_cases(eager_ops("TND")), "further ops", 1)
+        return {finding.name: finding.verdict for finding in found}
 
     assert large_pool() == {name: "ok"}
     with replaced("npu_scatter_pa_kv_cache", lambda *_, **__: None):
