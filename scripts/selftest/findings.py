@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -15,10 +13,20 @@ import torch
 from lopa_ascend.backend import find_device
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.config import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
-from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.parallel.launch import rank_in_environment
 from scripts.selftest.hour import shortened
-from scripts.selftest.speed import CALLS, FEW, MANY, SPEED, TIMED_LAYOUTS, speed_cases, speed_name
+from scripts.selftest.times import (
+    CALLS,
+    FASTER,
+    FEW,
+    MANY,
+    SPEED,
+    TIMED_LAYOUTS,
+    median_micros,
+    speed_cases,
+    speed_name,
+    timed_name,
+)
 from tests.kernel_cases import Case, error_of
 from tests.npu.captured_cases import captured_cases
 from tests.npu.cases import ASKED, CAPTURED, EXPERTS, INT8, QWEN3, asked_case, attention_cases, step_cases
@@ -27,17 +35,7 @@ TOLERANCE = 0.02
 """Largest error that is ok, as a share of the largest value: a few roundings of bfloat16."""
 VERDICTS = ("ok", "asked", "refused", "WRONG")
 """From the best to the worst."""
-SIZES = tuple(2**exponent for exponent in (*range(10, 21, 2), 21, 22, 23, 24))
-"""Bytes of the all-reduces that are timed: up to more than the vector cores sum for 8 ranks, 1 MiB a rank. One of
-Dream-7B with 128 tokens has 896 KiB."""
-FASTER = 0.95
-"""The share of the first layout's time that another one may take at most to be chosen instead."""
 FIRST_LAYOUT = ATTENTION_LAYOUTS[0]
-NOT_TIMED = "not tried, because attention in this layout is not ok"
-WARM_UP = 3
-"""Runs for each size of all-reduce that are made first and not timed."""
-SUMS = 8
-"""All-reduces of a run: the host waits for the device once in a run, which takes longer than a small all-reduce."""
 ASKED_SUMS = "all-reduces on the vector cores alone"
 """Name of the question whether a communicator may keep large sums there, too."""
 REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, ImportError)
@@ -114,19 +112,6 @@ def examine_cases(cases: Iterable[Case | tuple[str, str]], rest: str, repeats: i
     return findings
 
 
-def median_micros(run: Callable[[], object], repeats: int) -> float:
-    """Median microseconds from a call until the device is done."""
-    npu = torch.get_device_module("npu")
-    durations = []
-    for _ in range(repeats):
-        npu.synchronize()
-        start = time.perf_counter()
-        run()
-        npu.synchronize()
-        durations.append(time.perf_counter() - start)
-    return 1e6 * statistics.median(durations)
-
-
 def examine_all(repeats: int) -> list[Finding]:
     """Examines all cases on this process's NPU but the asked one. A kernel may leave the device unusable, so what the
     options for the server need comes first."""
@@ -139,17 +124,12 @@ def examine_all(repeats: int) -> list[Finding]:
     findings = examine_cases(needed, "further ops", repeats)
     for layout, layout_ops in by_layout.items():
         findings += examine_cases(attention_cases(layout_ops, layout), f"attention {layout}, further cases", repeats)
-    findings += examine_cases(timed_cases(by_layout, working_layouts(findings)), f"{SPEED}, further cases", repeats)
+    timed = speed_cases(by_layout, working_layouts(findings))
+    findings += examine_cases(timed, f"{SPEED}, further cases", repeats)
     captured_ops = by_layout[chosen_layout(findings) or FIRST_LAYOUT]
     findings += examine_cases(captured_cases(captured_ops), f"{CAPTURED} layer, further cases", repeats)
     findings += examine_cases(expert_cases(ops), f"{EXPERTS}: further cases", repeats)
     return findings + examine_cases(int8_cases(ops), f"{INT8}: further cases", repeats)
-
-
-def timed_cases(by_layout: Mapping[str, Ops], working: Sequence[str]) -> Iterator[Case | tuple[str, str]]:
-    """The cases that are timed to choose a layout; refused where attention in the layout is not ok."""
-    for layout, case in speed_cases(by_layout):
-        yield case if layout in working else (case.name, NOT_TIMED)
 
 
 def eager_ops(layout: str) -> Ops:
@@ -206,11 +186,6 @@ def attention_times(findings: Sequence[Finding]) -> dict[str, dict[str, float]]:
     return times
 
 
-def timed_name(blocks: int, num_keys: int) -> str:
-    """What a report calls the attention of so many blocks."""
-    return f"{blocks} blocks, {num_keys} keys"
-
-
 def options(findings: Sequence[Finding]) -> str | None:
     """Flags with which the server does without everything that is not ok; None if there are none. They do not
     quantise, whether the ops of W8A8 are ok or not."""
@@ -242,23 +217,6 @@ def captured_layout(findings: Sequence[Finding]) -> str | None:
     return chosen_layout(findings) if capture_works(findings) else None
 
 
-def latencies(group: Group, device: torch.device, repeats: int) -> dict[int, float]:
-    """Median microseconds of an all-reduce, by its bytes, or of its launch by the host, where that takes longer. Every
-    rank of the group must call it."""
-    medians = {}
-    for size in SIZES:
-        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-        durations = []
-        for _ in range(WARM_UP + repeats):
-            start = time.perf_counter()
-            for _ in range(SUMS):
-                group.all_reduce(x, "self-test")
-            x[0].item()  # waits until they are done
-            durations.append((time.perf_counter() - start) / SUMS)
-        medians[size] = 1e6 * statistics.median(durations[WARM_UP:])
-    return medians
-
-
 def device_failure(device: torch.device) -> str:
     """Why a device no longer computes; empty if it does."""
     try:
@@ -281,12 +239,3 @@ def merged(by_rank: Sequence[Sequence[Finding]]) -> list[Finding]:
         ranks = tuple(rank for rank, finding in found.items() if finding.verdict == worst.verdict)
         worst_findings.append(replace(worst, ranks=ranks if len(ranks) < len(by_rank) else ()))
     return worst_findings
-
-
-def slowest(by_rank: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """By group and bytes, the time of the slowest rank, for the groups that all ranks have timed."""
-    return {
-        group: {size: max(times[group][size] for times in by_rank) for size in sizes}
-        for group, sizes in by_rank[0].items()
-        if all(group in times for times in by_rank)
-    }

@@ -26,7 +26,6 @@ from scripts.bench.machine import versions_of
 from scripts.selftest.findings import (
     ASKED_SUMS,
     REFUSALS,
-    SIZES,
     Finding,
     announce,
     announced,
@@ -39,17 +38,22 @@ from scripts.selftest.findings import (
     examine,
     examine_all,
     examine_asked,
-    latencies,
     merged,
     not_tried,
     options,
-    slowest,
 )
 from scripts.selftest.hour import shortened
-from scripts.selftest.parts import captured_latencies, part_times
-from scripts.selftest.speed import FEW
-from scripts.selftest.updates import CALLS as UPDATED_CALLS
-from scripts.selftest.updates import fastest_queue, times_by_queue
+from scripts.selftest.times import (
+    FEW,
+    SIZES,
+    captured_latencies,
+    fastest_queue,
+    latencies,
+    part_times,
+    slowest,
+    times_by_queue,
+)
+from tests.npu.cases import NUM_LAYERS
 from tests.npu.exchanges import EXCHANGES, collectives_case, exchanges_case
 
 T = TypeVar("T")
@@ -285,7 +289,7 @@ def _measured_texts(report: Mapping[str, Any]) -> dict[str, str]:
         others = _listed({"attention": parts["attention_us"], "a small kernel": parts["small_us"]})
         texts["in a captured graph"] = f"products read {speed:.2f} TB/s; {others}"
     for queue, found in report["updates_us"].items():
-        name = f"host of a replay, {UPDATED_CALLS} KV lengths, {TASK_QUEUE}={queue}"
+        name = f"host of a replay, {NUM_LAYERS} KV lengths, {TASK_QUEUE}={queue}"
         texts[name] = found if isinstance(found, str) else _listed(found)
     return texts
 

@@ -197,7 +197,7 @@ def test_a_gpu_is_compared_with_its_data_sheet() -> None:
 
 
 def test_all_but_engines_needs_torch_triton_and_numpy_alone() -> None:
-    blocked = ("transformers", "huggingface_hub", "pydantic", "filelock", "yaml", *gpu.SERVED)
+    blocked = ("pytest", "transformers", "huggingface_hub", "pydantic", "filelock", "yaml", *gpu.SERVED)
     code = f"""
 import sys
 sys.modules |= dict.fromkeys({blocked})

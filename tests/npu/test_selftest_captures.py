@@ -131,7 +131,7 @@ from lopa_ascend.config import EngineConfig
 from lopa_ascend.parallel import mesh
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank
 from scripts.selftest.findings import Finding, eager_ops, examine
-from scripts.selftest import findings as measured, parts
+from scripts.selftest import times as measured
 from scripts.selftest.node import ask_vector_cores, examine_groups, run_on_all
 from tests.npu.exchanges import exchanges_case
 from tests.npu.lab import capture, collectives, device
@@ -140,7 +140,7 @@ tp, bp = map(int, sys.argv[2:])
 config = EngineConfig(device="npu", tensor_parallel_size=tp, branch_parallel_size=bp)
 with mock.patch.object(Npu, "collectives", "gloo"):
     joined = mesh.Mesh.join(config, Rendezvous.from_environment(), exit_rank)
-measured.SIZES = parts.SIZES = (1024, 4096)
+measured.SIZES = (1024, 4096)
 device_of_rank, known = torch.device("npu", 0), [Finding("attention TND, 32 queries each", "ok")]
 times, findings = examine_groups(joined, device_of_rank, known, 1)
 (*_, step) = (tape for tape in capture.tapes() if tape.groups)

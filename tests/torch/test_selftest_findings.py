@@ -18,9 +18,9 @@ from lopa_ascend.parallel.mesh import Mesh
 from scripts.selftest import findings as module
 from scripts.selftest import node
 from scripts.selftest.__main__ import main
-from scripts.selftest.findings import Finding, examine, examine_cases, merged, options, slowest
+from scripts.selftest.findings import Finding, examine, examine_cases, merged, options
 from scripts.selftest.hour import shortened
-from scripts.selftest.speed import FEW, MANY, TIMED_LAYOUTS, speed_name
+from scripts.selftest.times import FEW, MANY, TIMED_LAYOUTS, slowest, speed_name
 from tests.kernel_cases import Case
 from tests.npu import captures
 from tests.npu.cases import CAPTURED, CPU
