@@ -14,7 +14,6 @@ from lopa_ascend.backend.compiler import Run, Step
 from lopa_ascend.backend.cuda.graphs import Capture, CudaGraphs
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.config import EngineConfig, GraphParams, ModelConfig
-from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.families import FAMILIES
 from lopa_ascend.families.table import SCALE
 from lopa_ascend.graph.check import StepCheck
@@ -25,8 +24,11 @@ from lopa_ascend.model.base import SplitModel
 from lopa_ascend.model.registry import find_decoder
 from lopa_ascend.parallel.collectives import ALONE
 from scripts.selftest.hour import WRONG, Row
+from tests.made_weights import made_weights
 
 NORM = "norm.weight"
+SPREAD = 0.02
+"""Standard deviation of weights."""
 MAX_SAVED = 2**26
 """Elements of a tensor that is put back after a step: of larger ones a step writes what it would write again."""
 NUM_PAGES = 128
@@ -35,21 +37,18 @@ MAX_POSITIONS = 8192
 
 def random_model(config: ModelConfig, ops: Ops, dtype: torch.dtype, *, is_int8: bool) -> SplitModel:
     """A model of random weights on the device."""
-    family = FAMILIES[config.model_type]
-    tensors = family.tensors(config)
-    layers = tensors.quantized(INT8_LAYERS if is_int8 else ())
-    random = torch.Generator(ops.device).manual_seed(0)
-    weights: dict[str, Tensor] = {}
-    for name, spec in tensors.with_scales(layers).specs.items():
+    family, random = FAMILIES[config.model_type], torch.Generator(ops.device).manual_seed(0)
+
+    def make(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if name.endswith(SCALE):
-            value = torch.full(spec.shape, 0.02 / 127, device=ops.device)
-        elif spec.row.linear is not None and spec.module in layers.modules:
-            value = torch.randint(-127, 128, spec.shape, generator=random, device=ops.device, dtype=torch.int8)
-        elif name.endswith(NORM):
-            value = torch.ones(spec.shape, dtype=dtype, device=ops.device)
-        else:
-            value = torch.randn(spec.shape, generator=random, device=ops.device, dtype=dtype) * 0.02
-        weights[spec.ours] = torch.cat([weights[spec.ours], value]) if spec.ours in weights else value
+            return torch.full(shape, SPREAD / 127, device=ops.device)
+        if dtype == torch.int8:
+            return torch.randint(-127, 128, shape, generator=random, device=ops.device, dtype=dtype)
+        if name.endswith(NORM):
+            return torch.ones(shape, dtype=dtype, device=ops.device)
+        return torch.randn(shape, generator=random, device=ops.device, dtype=dtype) * SPREAD
+
+    weights = made_weights(family, config, make, dtype, is_int8=is_int8)
     return find_decoder(family)(family, config, weights, ops, ALONE, min(MAX_POSITIONS, config.max_position_embeddings))
 
 
