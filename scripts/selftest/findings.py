@@ -14,7 +14,7 @@ from lopa_ascend.backend import find_device
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.config import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
 from lopa_ascend.parallel.launch import rank_in_environment
-from scripts.selftest.hour import shortened
+from scripts.selftest.hour import REFUSALS, shortened
 from scripts.selftest.times import (
     CALLS,
     FASTER,
@@ -38,8 +38,6 @@ VERDICTS = ("ok", "asked", "refused", "WRONG")
 FIRST_LAYOUT = ATTENTION_LAYOUTS[0]
 ASKED_SUMS = "all-reduces on the vector cores alone"
 """Name of the question whether a communicator may keep large sums there, too."""
-REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, ImportError)
-"""What an op raises that the device or this torch_npu cannot run."""
 
 
 @dataclass(frozen=True)

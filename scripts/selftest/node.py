@@ -25,7 +25,6 @@ from lopa_ascend.parallel.mesh import Mesh
 from scripts.bench.machine import versions_of
 from scripts.selftest.findings import (
     ASKED_SUMS,
-    REFUSALS,
     Finding,
     announce,
     announced,
@@ -42,7 +41,7 @@ from scripts.selftest.findings import (
     not_tried,
     options,
 )
-from scripts.selftest.hour import shortened
+from scripts.selftest.hour import REFUSALS, shortened
 from scripts.selftest.times import (
     FEW,
     SIZES,
