@@ -20,6 +20,8 @@ RUN pip install "torch==${TORCH}" "torch_npu==${TORCH_NPU}" "ray[serve]==${RAY}"
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY lopa_ascend lopa_ascend
 COPY scripts scripts
+# The self-test takes its cases from here.
+COPY tests tests
 RUN pip install --editable ".[npu]"
 
 EXPOSE 8000

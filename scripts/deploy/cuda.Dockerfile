@@ -21,6 +21,8 @@ RUN pip install "torch==${TORCH}" "ray[serve]==${RAY}"
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY lopa_ascend lopa_ascend
 COPY scripts scripts
+# The self-test takes its cases from here.
+COPY tests tests
 RUN pip install --editable ".[cuda]" \
     && python -m compileall -q lopa_ascend scripts \
     && useradd --uid 1001 lopa

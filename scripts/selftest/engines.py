@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +23,8 @@ from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import GraphParams
 from lopa_ascend.parallel.collectives import RankError
 from scripts.bench.prompts import text_prompts
-from scripts.selftest.hour import LEFT_OUT, WRONG, Row
+from scripts.selftest.gpu import SERVED, Plan
+from scripts.selftest.hour import LEFT_OUT, WRONG, Report, Row
 from tests import golden
 
 NEAR = 1e-3
@@ -35,6 +37,12 @@ TIMEOUT = 20
 """Seconds after which ranks give up one that is dead."""
 START = 60.0
 GZIP = b"\x1f\x8b"
+
+
+def engines(plan: Plan, found: Report) -> Iterator[Row]:
+    for mode in MODES:
+        yield from goldens(mode, plan.goldens)
+    yield from bundled(plan.problems)
 
 
 def goldens(mode: str, chosen: Sequence[str]) -> Iterator[Row]:
@@ -87,11 +95,14 @@ def bundled(problems: int) -> Iterator[Row]:
         yield {"name": f"bundled model, {mode}", "tokens/s": tokens / taken, "TPF": tokens / passes}
 
 
-def server(flags: Sequence[str]) -> Iterator[Row]:
+def served(plan: Plan, found: Report) -> Iterator[Row]:
     """A server starts, streams an answer, records a profile, and ends by SIGTERM."""
+    if missing := [name for name in SERVED if find_spec(name) is None]:
+        yield {"name": "server", "verdict": LEFT_OUT, "message": f"needs {', '.join(missing)}"}
+        return
     with closing(socket.create_server(("127.0.0.1", 0))) as reserved:
         url = f"http://127.0.0.1:{reserved.getsockname()[1]}"
-    command = [sys.executable, "-m", "lopa_ascend.serve", *flags, "--port", url.rpartition(":")[2]]
+    command = [sys.executable, "-m", "lopa_ascend.serve", *plan.server, "--port", url.rpartition(":")[2]]
     begin = time.monotonic()
     with TemporaryDirectory() as folder:
         command += ["--profile-dir", folder]
@@ -145,8 +156,9 @@ def _answers(url: str) -> bool:
     return True
 
 
-def ranks(count: int) -> Iterator[Row]:
+def two_gpus(plan: Plan, found: Report) -> Iterator[Row]:
     """Two GPUs decode what one decodes, an engine of two closes, and the death of a rank ends a request."""
+    count = next((row["count"] for row in found.get("machine", ()) if "count" in row), 0)
     if count < 2:
         yield {"name": "two GPUs", "verdict": LEFT_OUT, "message": f"this machine has {count}"}
         return

@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 import torch
-from torch import Tensor
 
 from lopa_ascend.backend import find_device
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.config import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
-from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.parallel.launch import rank_in_environment
-from scripts.selftest.cases import ASKED, ASKED_SUMS, CAPTURED, EXPERTS, INT8, QWEN3, Case, asked_case, attention_cases
-from scripts.selftest.hour import shortened
-from scripts.selftest.layer_cases import captured_cases
-from scripts.selftest.policy_cases import policy_cases
-from scripts.selftest.speed import CALLS, FEW, MANY, SPEED, TIMED_LAYOUTS, speed_cases, speed_name
-from scripts.selftest.step_cases import captured_step_cases, step_cases
+from scripts.selftest.hour import REFUSALS, shortened
+from scripts.selftest.times import (
+    CALLS,
+    FASTER,
+    FEW,
+    MANY,
+    SPEED,
+    TIMED_LAYOUTS,
+    median_micros,
+    speed_cases,
+    speed_name,
+    timed_name,
+)
+from tests.kernel_cases import Case, error_of
+from tests.npu.captured_cases import captured_cases
+from tests.npu.cases import ASKED, CAPTURED, EXPERTS, INT8, QWEN3, asked_case, attention_cases, step_cases
 
 TOLERANCE = 0.02
 """Largest error that is ok, as a share of the largest value: a few roundings of bfloat16."""
 VERDICTS = ("ok", "asked", "refused", "WRONG")
 """From the best to the worst."""
-SIZES = tuple(2**exponent for exponent in (*range(10, 21, 2), 21, 22, 23, 24))
-"""Bytes of the all-reduces that are timed: up to more than the vector cores sum for 8 ranks, 1 MiB a rank. One of
-Dream-7B with 128 tokens has 896 KiB."""
-FASTER = 0.95
-"""The share of the first layout's time that another one may take at most to be chosen instead."""
 FIRST_LAYOUT = ATTENTION_LAYOUTS[0]
-NOT_TIMED = "not tried, because attention in this layout is not ok"
-WARM_UP = 3
-"""Runs for each size of all-reduce that are made first and not timed."""
-SUMS = 8
-"""All-reduces of a run: the host waits for the device once in a run, which takes longer than a small all-reduce."""
-REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, ImportError)
-"""What an op raises that the device or this torch_npu cannot run."""
+ASKED_SUMS = "all-reduces on the vector cores alone"
+"""Name of the question whether a communicator may keep large sums there, too."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +48,7 @@ class Finding:
     verdict: str
     """One of ``VERDICTS``."""
     error: float | None = None
-    """The largest error as a share of the largest value, or the share of different values if none may differ; None if
-    nothing was computed."""
+    """The largest error as a share of the largest value; None if nothing was computed."""
     micros: float | None = None
     """Median duration of a call in microseconds; None if calls were not timed."""
     message: str = ""
@@ -89,13 +84,12 @@ def examine(case: Case, repeats: int) -> Finding:
 
 def _examine(case: Case, repeats: int) -> Finding:
     try:
-        results = on_cpu(case.run())
+        error = error_of(case, case.run())
         micros = median_micros(case.run, repeats) if case.timed else None
-        error_of, most = (share_of_different, 0.0) if case.exact else (relative_error, TOLERANCE)
-        worst = max(error_of(*pair) for pair in zip(results, on_cpu(case.expected), strict=True))
-    except REFUSALS as error:
-        return Finding(case.name, "refused", message=shortened(error))
-    return Finding(case.name, "ok" if worst <= most else "WRONG", worst, micros)
+    except REFUSALS as refusal:
+        return Finding(case.name, "refused", message=shortened(refusal))
+    most = TOLERANCE if case.most is None else case.most
+    return Finding(case.name, "ok" if error <= most else "WRONG", error, micros)
 
 
 def examine_cases(cases: Iterable[Case | tuple[str, str]], rest: str, repeats: int) -> list[Finding]:
@@ -116,59 +110,24 @@ def examine_cases(cases: Iterable[Case | tuple[str, str]], rest: str, repeats: i
     return findings
 
 
-def median_micros(run: Callable[[], object], repeats: int) -> float:
-    """Median microseconds from a call until the device is done."""
-    npu = torch.get_device_module("npu")
-    durations = []
-    for _ in range(repeats):
-        npu.synchronize()
-        start = time.perf_counter()
-        run()
-        npu.synchronize()
-        durations.append(time.perf_counter() - start)
-    return 1e6 * statistics.median(durations)
-
-
-def on_cpu(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """A list of one tensor or several, on the CPU."""
-    return [tensor.cpu() for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)]
-
-
-def relative_error(result: Tensor, expected: Tensor) -> float:
-    """The largest error as a share of the largest expected value; infinite if a value is not finite."""
-    error = (result.float() - expected.float()).abs().max() / expected.float().abs().max()
-    return float(error.nan_to_num(nan=float("inf")))
-
-
-def share_of_different(result: Tensor, expected: Tensor) -> float:
-    """The share of values that are not those expected."""
-    return float((result != expected).float().mean())
-
-
 def examine_all(repeats: int) -> list[Finding]:
     """Examines all cases on this process's NPU but the asked one. A kernel may leave the device unusable, so what the
     options for the server need comes first."""
     by_layout = {layout: eager_ops(layout) for layout in ATTENTION_LAYOUTS}
     ops = next(iter(by_layout.values()))
-    from scripts.selftest.op_cases import expert_cases, float_cases, int8_cases  # need torch_npu, as ops do
+    from tests.npu.op_cases import expert_cases, float_cases, int8_cases  # need torch_npu, as ops do
 
     torch.manual_seed(0)
     needed = chain(float_cases(ops), step_cases(ops))
     findings = examine_cases(needed, "further ops", repeats)
     for layout, layout_ops in by_layout.items():
         findings += examine_cases(attention_cases(layout_ops, layout), f"attention {layout}, further cases", repeats)
-    findings += examine_cases(timed_cases(by_layout, working_layouts(findings)), f"{SPEED}, further cases", repeats)
+    timed = speed_cases(by_layout, working_layouts(findings))
+    findings += examine_cases(timed, f"{SPEED}, further cases", repeats)
     captured_ops = by_layout[chosen_layout(findings) or FIRST_LAYOUT]
-    captured = chain(captured_cases(captured_ops), captured_step_cases(captured_ops), policy_cases(captured_ops))
-    findings += examine_cases(captured, f"{CAPTURED} layer, further cases", repeats)
+    findings += examine_cases(captured_cases(captured_ops), f"{CAPTURED} layer, further cases", repeats)
     findings += examine_cases(expert_cases(ops), f"{EXPERTS}: further cases", repeats)
     return findings + examine_cases(int8_cases(ops), f"{INT8}: further cases", repeats)
-
-
-def timed_cases(by_layout: Mapping[str, Ops], working: Sequence[str]) -> Iterator[Case | tuple[str, str]]:
-    """The cases that are timed to choose a layout; refused where attention in the layout is not ok."""
-    for layout, case in speed_cases(by_layout):
-        yield case if layout in working else (case.name, NOT_TIMED)
 
 
 def eager_ops(layout: str) -> Ops:
@@ -225,11 +184,6 @@ def attention_times(findings: Sequence[Finding]) -> dict[str, dict[str, float]]:
     return times
 
 
-def timed_name(blocks: int, num_keys: int) -> str:
-    """What a report calls the attention of so many blocks."""
-    return f"{blocks} blocks, {num_keys} keys"
-
-
 def options(findings: Sequence[Finding]) -> str | None:
     """Flags with which the server does without everything that is not ok; None if there are none. They do not
     quantise, whether the ops of W8A8 are ok or not."""
@@ -261,23 +215,6 @@ def captured_layout(findings: Sequence[Finding]) -> str | None:
     return chosen_layout(findings) if capture_works(findings) else None
 
 
-def latencies(group: Group, device: torch.device, repeats: int) -> dict[int, float]:
-    """Median microseconds of an all-reduce, by its bytes, or of its launch by the host, where that takes longer. Every
-    rank of the group must call it."""
-    medians = {}
-    for size in SIZES:
-        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-        durations = []
-        for _ in range(WARM_UP + repeats):
-            start = time.perf_counter()
-            for _ in range(SUMS):
-                group.all_reduce(x, "self-test")
-            x[0].item()  # waits until they are done
-            durations.append((time.perf_counter() - start) / SUMS)
-        medians[size] = 1e6 * statistics.median(durations[WARM_UP:])
-    return medians
-
-
 def device_failure(device: torch.device) -> str:
     """Why a device no longer computes; empty if it does."""
     try:
@@ -300,12 +237,3 @@ def merged(by_rank: Sequence[Sequence[Finding]]) -> list[Finding]:
         ranks = tuple(rank for rank, finding in found.items() if finding.verdict == worst.verdict)
         worst_findings.append(replace(worst, ranks=ranks if len(ranks) < len(by_rank) else ()))
     return worst_findings
-
-
-def slowest(by_rank: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """By group and bytes, the time of the slowest rank, for the groups that all ranks have timed."""
-    return {
-        group: {size: max(times[group][size] for times in by_rank) for size in sizes}
-        for group, sizes in by_rank[0].items()
-        if all(group in times for times in by_rank)
-    }

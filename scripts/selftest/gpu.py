@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import shutil
@@ -13,8 +12,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,20 +27,19 @@ from lopa_ascend import __version__
 from lopa_ascend.backend.cuda import DEVICE
 from lopa_ascend.backend.cuda.graphs import Capture, StreamCapture
 from lopa_ascend.backend.interface import Ops
-from lopa_ascend.config import EngineConfig, GraphParams, ModelConfig
-from lopa_ascend.model.base import SplitModel
+from lopa_ascend.config import EngineConfig, ModelConfig
 from scripts.bench.machine import versions_of
 from scripts.bench.plan.devices import Range, known_devices, load_device
 from scripts.bench.plan.models import load_model
-from scripts.selftest.hour import LEFT_OUT, WRONG, Report, Row, Step
+from scripts.selftest.hour import LEFT_OUT, REFUSALS, WRONG, Report, Row, Step, shortened
 from tests import golden
-from tests.cuda.cases import DREAM_7B, MOST, Case, Random, Sizes, attention_case, cases, error_of
+from tests.cuda.cases import MOST, Random, attention_case, cases
+from tests.kernel_cases import DREAM_7B, Case, Sizes, error_of
 
 CALLS = 56
 """Calls in a graph that is timed."""
 SETS = 4
 """Inputs that take turns there: what one call has read is not in the cache when it is read again."""
-REPLAYS = 10
 L2_BYTES = 48 * 2**20
 ALIKE = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bf16"}
 ENGINES = ("llguidance", "msgspec", "regex", "tokenizers", "safetensors", "jinja2")
@@ -79,6 +78,9 @@ class Plan:
     most_sequences: int = 64
     most_blocks: int = EngineConfig.graph_window_blocks
     """Of the one whose buckets are captured in two orders."""
+
+
+Part = Callable[[Plan, Report], Iterator[Row]]
 
 
 def capture_of(ops: Ops) -> Capture:
@@ -145,7 +147,7 @@ def _poisoned() -> Iterator[None]:
 
 
 SANITIZER = "compute-sanitizer"
-RUN = "from tests.cuda.cases import {0}; from scripts.selftest.gpu import run_all; run_all({0})"
+RUN = "from tests.kernel_cases import {0}; from scripts.selftest.gpu import run_all; run_all({0})"
 """Code of a process that a tool looks at."""
 
 
@@ -207,7 +209,7 @@ def ceilings(plan: Plan, found: Report) -> Iterator[Row]:
     """What this GPU reaches, on random numbers; then every kernel beside its floor by these rates."""
     ops = opened()
     device, random, side = ops.device, Random(ops.device, plan.dtype, 0), plan.side
-    if known := _known_device(found):
+    if known := known_device(found):
         low = known.low
         peaks = {"TB/s": low.reachable_bandwidth, "bf16 peak TFLOP/s": low.bf16_flops, "int8 peak": low.int8_flops}
         yield {"name": "data sheet", **{name: value / 1e12 for name, value in peaks.items()}}
@@ -221,8 +223,8 @@ def ceilings(plan: Plan, found: Report) -> Iterator[Row]:
     for name, make in (("bf16", _float_product), ("int8", _int8_product), ("fp8", _fp8_product)):
         try:
             taken = seconds_of(ops, [make(*pair) for pair in pairs])
-        except (RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
-            yield {"name": name, "verdict": LEFT_OUT, "message": str(error).splitlines()[0][:200]}
+        except REFUSALS as error:
+            yield {"name": name, "verdict": LEFT_OUT, "message": shortened(error)}
             continue
         rates[name] = operations / taken
         yield {"name": name, "TFLOP/s": rates[name] / 1e12}
@@ -260,82 +262,11 @@ def _beside_floor(alike: Sequence[Case], taken: float, bandwidth: float, rates: 
     return {"name": case.name, "us": 1e6 * taken, "floor us": 1e6 * floor, "of the floor": floor / taken}
 
 
-def _known_device(found: Report) -> Range | None:
+def known_device(found: Report) -> Range | None:
     """What the planner knows of this GPU."""
     name = next((str(row["is"]) for row in found.get("machine", ()) if row["name"] == "GPU"), "")
     key = next((key for key in known_devices() if key in name.lower().replace(" ", "")), None)
     return load_device(key) if key else None
-
-
-# ---- steps -----------------------------------------------------------------------------------------------------------
-
-
-def captures(plan: Plan, found: Report) -> Iterator[Row]:
-    """Two layers as an engine captures them: with other KV lengths over random keys a replay has the bits of the step
-    op by op; and it can be captured again once all graphs are gone."""
-    from scripts.selftest.random_steps import Examined, bits, build
-
-    ops = opened()
-    capture, model = capture_of(ops), _model(plan, ops, layers=plan.layers)
-    for attempt in ("captured", "captured again after all graphs were destroyed"):
-        params, few = GraphParams(3, plan.block), plan.few_sequences
-        rows = build(model, Examined(capture), plan.keys, params, bits, max_num_seqs=few, graph_window_blocks=2)
-        yield from ({**row, "name": f"{attempt}, {row['name']}"} for row in rows)
-        gc.collect()
-
-
-def _model(plan: Plan, ops: Ops, layers: int | None = None, *, is_int8: bool = False) -> SplitModel:
-    from scripts.selftest.random_steps import random_model
-
-    config = plan.model if layers is None else replace(plan.model, num_layers=layers)
-    return random_model(config, ops, plan.dtype, is_int8=is_int8)
-
-
-def buckets(plan: Plan, found: Report) -> Iterator[Row]:
-    """Memory of graphs after each bucket of an engine, from the largest to the smallest and the other way round. Both
-    alike: the engine orders them itself."""
-    from scripts.selftest.random_steps import Examined, build
-
-    ops = opened()
-    model = _model(plan, ops, layers=plan.layers)
-    for order, largest_first in (("descending", True), ("ascending", False)):
-        params, compiler = GraphParams(3, plan.block), Examined(capture_of(ops))
-        most: dict[str, Any] = {"max_num_seqs": plan.most_sequences, "graph_window_blocks": plan.most_blocks}
-        rows = build(model, compiler, plan.keys, params, None, largest_first=largest_first, **most)
-        yield {"name": order, "MiB": {row["name"]: row["MiB of graphs"] for row in rows}}
-        del compiler
-        gc.collect()
-
-
-def steps(plan: Plan, found: Report) -> Iterator[Row]:
-    """Milliseconds of steps of one request, after what the planner predicts of each; and what their kernels take."""
-    from scripts.selftest.random_steps import Examined, build, clock
-
-    ops = opened()
-    for precision in ("bf16", "w8a8"):
-        model = _model(plan, ops, is_int8=precision == "w8a8")
-        for k, keys in plan.steps:
-            name = f"{precision}, k = {k}, {keys} keys"
-            yield {"name": f"{name}, predicted", "ms": _predicted(found, k, keys, precision)}
-            capture = capture_of(ops)
-            look = clock(capture, partial(timed, capture=capture, device=ops.device), REPLAYS)
-            params = GraphParams(k, plan.block)
-            rows = build(model, Examined(capture), keys, params, look, max_num_seqs=1, graph_window_blocks=2)
-            yield from ({**row, "name": f"{name}, {row['name']}"} for row in rows)
-            gc.collect()
-        del model
-        gc.collect()
-
-
-def _predicted(found: Report, k: int, keys: int, precision: str) -> list[float]:
-    """Milliseconds of the planner, the fewest and the most; none for a GPU that it does not know."""
-    from scripts.bench.plan.step import predict
-    from scripts.bench.plan.tasks import Workload
-
-    if (devices := _known_device(found)) is None:
-        return []
-    work = Workload(precision=precision, k=k, window=64, context=keys - 64, requests=1)
-    return [1000 * step.device for step in predict(load_model("Dream-7B"), devices, work).values()]
 
 
 # ---- choices ---------------------------------------------------------------------------------------------------------
@@ -362,8 +293,8 @@ def choices(plan: Plan, found: Report) -> Iterator[Row]:
         ):
             try:
                 row[kind] = 1e6 * seconds_of(ops, [make(*pair) for pair in pairs])
-            except (RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
-                row[kind] = f"refused: {str(error).splitlines()[0][:80]}"
+            except REFUSALS as error:
+                row[kind] = f"refused: {shortened(error)}"
         yield row
     yield from _attentions(plan, ops)
 
@@ -420,43 +351,29 @@ def counters(plan: Plan, found: Report) -> Iterator[Row]:
 # ---- the order -------------------------------------------------------------------------------------------------------
 
 
-def engines(plan: Plan, found: Report) -> Iterator[Row]:
-    from scripts.selftest import engines as whole
+def later(module: str, name: str) -> Part:
+    """A part of a module that needs more than torch, Triton and NumPy, and is imported where it runs."""
 
-    for mode in whole.MODES:
-        yield from whole.goldens(mode, plan.goldens)
-    yield from whole.bundled(plan.problems)
+    def part(plan: Plan, found: Report) -> Iterator[Row]:
+        rows: Iterator[Row] = getattr(import_module(f"scripts.selftest.{module}"), name)(plan, found)
+        return rows
 
-
-def served(plan: Plan, found: Report) -> Iterator[Row]:
-    if missing := [name for name in SERVED if find_spec(name) is None]:
-        yield {"name": "server", "verdict": LEFT_OUT, "message": f"needs {', '.join(missing)}"}
-        return
-    from scripts.selftest import engines as whole
-
-    yield from whole.server(plan.server)
+    return part
 
 
-def two_gpus(plan: Plan, found: Report) -> Iterator[Row]:
-    from scripts.selftest import engines as whole
-
-    gpus = [row["count"] for row in found.get("machine", ()) if "count" in row]
-    yield from whole.ranks(gpus[0] if gpus else 0)
-
-
-ORDER: tuple[tuple[str, float, bool, str, Callable[[Plan, Report], Iterator[Row]]], ...] = (
+ORDER: tuple[tuple[str, float, bool, str, Part], ...] = (
     ("machine", 40, True, "a GPU of capability 8.0 or newer, a C compiler, Python.h", machine),
     ("kernels", 150, True, "errors of at most 1 % in bf16, and of 0.01 % in float32", kernels),
     ("sanitizer", 90, True, "no error", sanitizer),
     ("ceilings", 90, False, "a copy as on the data sheet, bf16 at 80 % of its peak", ceilings),
-    ("captures", 60, True, "the bits of the same step op by op", captures),
-    ("engines", 150, False, "the recorded tokens, and those of the CPU", engines),
-    ("buckets", 60, False, "clearly less memory in descending order", buckets),
-    ("steps", 150, False, "what stands before each", steps),
+    ("captures", 60, True, "the bits of the same step op by op", later("steps", "captures")),
+    ("engines", 150, False, "the recorded tokens, and those of the CPU", later("engines", "engines")),
+    ("buckets", 60, False, "clearly less memory in descending order", later("steps", "buckets")),
+    ("steps", 150, False, "what stands before each", later("steps", "steps")),
     ("choices", 90, False, "int8 by the own kernel as fast as bf16, fp8 1.5 times as fast", choices),
     ("counters", 45, False, "int8 and attention bound by L2, not by tensor pipes", counters),
-    ("server", 90, False, "an answer in a stream, and exit status 0", served),
-    ("two GPUs", 150, False, "the tokens of one GPU, and RankError where a rank dies", two_gpus),
+    ("server", 90, False, "an answer in a stream, and exit status 0", later("engines", "served")),
+    ("two GPUs", 150, False, "the tokens of one GPU, and RankError where a rank dies", later("engines", "two_gpus")),
 )
 """Name, seconds at most, whether what follows needs it, what is expected, and what it does."""
 SHORT = ("machine", "kernels", "ceilings", "captures", "engines", "steps")

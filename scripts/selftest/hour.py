@@ -27,6 +27,8 @@ Report = dict[str, list[Row]]
 WRONG, LEFT_OUT = "WRONG", "left out"
 BAD = (WRONG, "failed", "hung", "died")
 """Verdicts that are faults."""
+REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, ImportError)
+"""What an op raises that the device or this software cannot run."""
 SECONDS_TO_DIE = 10.0
 MAX_MESSAGE = 300
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,8 @@ from lopa_ascend.parallel.collectives import Group, RankError
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, rank_in_environment
 from lopa_ascend.parallel.mesh import Mesh
 from scripts.bench.machine import versions_of
-from scripts.selftest.cases import ASKED_SUMS
-from scripts.selftest.exchanges import EXCHANGES, collectives_case, exchanges_case
 from scripts.selftest.findings import (
-    REFUSALS,
-    SIZES,
+    ASKED_SUMS,
     Finding,
     announce,
     announced,
@@ -40,18 +37,25 @@ from scripts.selftest.findings import (
     examine,
     examine_all,
     examine_asked,
-    latencies,
     merged,
     not_tried,
     options,
-    slowest,
 )
-from scripts.selftest.hour import shortened
-from scripts.selftest.parts import captured_latencies, part_times
-from scripts.selftest.speed import FEW
-from scripts.selftest.updates import CALLS as UPDATED_CALLS
-from scripts.selftest.updates import fastest_queue, times_by_queue
+from scripts.selftest.hour import REFUSALS, shortened
+from scripts.selftest.times import (
+    FEW,
+    SIZES,
+    captured_latencies,
+    fastest_queue,
+    latencies,
+    part_times,
+    slowest,
+    times_by_queue,
+)
+from tests.npu.cases import NUM_LAYERS
+from tests.npu.exchanges import EXCHANGES, collectives_case, exchanges_case
 
+T = TypeVar("T")
 VARIABLES = ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "CPU_AFFINITY_CONF", *ENVIRONMENT)
 """Environment variables that the report names."""
 ALL_REDUCES = "all-reduces between the ranks"
@@ -216,14 +220,19 @@ def examine_exchanges(mesh: Mesh, findings: Sequence[Finding], repeats: int) -> 
     failure = first_failure(mesh, "captured cases", "" if layout else "captured cases are not ok")
     if failure or layout is None:
         return not_tried(EXCHANGES, f"not tried: {failure}")
-    agree = partial(raise_on_all, mesh, "captured exchanges")
-    return examine(exchanges_case(eager_ops(layout), mesh.tp, mesh.bp, agree), repeats)
+    on_all = partial(run_on_all, mesh, "captured exchanges")
+    return examine(exchanges_case(eager_ops(layout), mesh.tp, mesh.bp, on_all), repeats)
 
 
-def raise_on_all(mesh: Mesh, subject: str, failure: str) -> None:
-    """Raises RuntimeError on all ranks if anything has failed on one. Every rank must call it, as ``first_failure``."""
-    if found := first_failure(mesh, subject, failure):
-        raise RuntimeError(found)
+def run_on_all(mesh: Mesh, subject: str, run: Callable[[], T]) -> T:
+    """Runs something on all ranks, which must all call this; RuntimeError on all of them if it fails on one."""
+    try:
+        found = run()
+    except REFUSALS as error:
+        raise RuntimeError(first_failure(mesh, subject, shortened(error))) from error
+    if failure := first_failure(mesh, subject, ""):
+        raise RuntimeError(failure)
+    return found
 
 
 def first_failure(mesh: Mesh, subject: str, failure: str) -> str:
@@ -279,7 +288,7 @@ def _measured_texts(report: Mapping[str, Any]) -> dict[str, str]:
         others = _listed({"attention": parts["attention_us"], "a small kernel": parts["small_us"]})
         texts["in a captured graph"] = f"products read {speed:.2f} TB/s; {others}"
     for queue, found in report["updates_us"].items():
-        name = f"host of a replay, {UPDATED_CALLS} KV lengths, {TASK_QUEUE}={queue}"
+        name = f"host of a replay, {NUM_LAYERS} KV lengths, {TASK_QUEUE}={queue}"
         texts[name] = found if isinstance(found, str) else _listed(found)
     return texts
 

@@ -1,10 +1,10 @@
 """Calls of every kernel of the CUDA backend, with what they must compute and move. pytest runs them small and in
-Triton's interpreter, the self-test at a model's sizes on a GPU."""
+Triton's interpreter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,70 +14,18 @@ from torch import Tensor
 from lopa_ascend.backend.cpu import definition
 from lopa_ascend.backend.interface import Entries, Ops
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
+from tests.kernel_cases import BLOCK, EPS, Case, Sizes
 from tests.torch.paging import paged_step
 
-EPS = 1e-6
 MOST = {torch.bfloat16: 1e-2, torch.float16: 5e-3, torch.float32: 1e-4}
 """Largest error that is right, as a share of the largest value: a few roundings, and float32 sums in another order."""
 MOST_OF_CODES = 1e-2
 """The same of int8 codes: a value that lies between two codes may become either."""
-BLOCK, BLOCKS = 32, 2
-"""Positions of a block, and blocks of a window."""
+BLOCKS = 2
+"""Of a window."""
 EDGES = (1, 63, 64, 65, 127, 128, 129)
 """KV lengths around the ends of tiles and pages."""
 QUERIES = (1, 7, 32, 33, 64)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """A model, and the work that its kernels get."""
-
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    dim: int
-    vocabulary: int
-    tokens: int
-    """Of a step."""
-    keys: int
-    """Of a long prompt, whole pages."""
-    sequences: int
-
-
-DREAM_7B = Sizes(3584, 18944, 28, 4, 128, 152064, tokens=512, keys=4096, sequences=32)
-RAGGED = Sizes(136, 72, 10, 2, 40, 1001, tokens=37, keys=128, sequences=3)
-"""Sizes that fill no tile."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A call of a kernel."""
-
-    name: str
-    run: Callable[[], Any]
-    expected: Callable[[], Tensor | Sequence[Tensor]]
-    """What ``read`` must give, from the definition of the op or in float64."""
-    read: Callable[[Any], Tensor | Sequence[Tensor]] = lambda found: found
-    """What is compared of that which ``run`` gives."""
-    num_bytes: float = 0.0
-    """That it must read and write."""
-    operations: float = 0.0
-    rate: str = "bf16"
-    """What ``operations`` are counted in."""
-    most: float | None = None
-    """Largest error that is right; None for ``MOST``."""
-
-
-def error_of(case: Case, found: Any) -> float:
-    """The largest error as a share of the largest value; infinite where a value is not finite."""
-    pairs = zip(_listed(case.read(found)), _listed(case.expected()), strict=True)
-    shares = [(a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(1e-30) for a, b in pairs]
-    return max(float(share.nan_to_num(nan=torch.inf)) for share in shares)
-
-
-def _listed(found: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    return [found] if isinstance(found, Tensor) else list(found)
 
 
 class Random:

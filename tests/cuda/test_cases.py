@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lopa_ascend.backend.cuda.ops import CudaOps
-from tests.cuda.cases import MOST, RAGGED, Case, cases, error_of
+from tests.cuda.cases import MOST, cases
+from tests.kernel_cases import RAGGED, Case, error_of
 
 OPS = CudaOps(torch.device("cpu"))
 SIZES = replace(RAGGED, hidden=72, inner=40, heads=4, kv_heads=2, dim=24, vocabulary=301, tokens=5, sequences=1)

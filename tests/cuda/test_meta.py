@@ -17,9 +17,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from lopa_ascend.backend.cuda.ops import CudaOps
 from lopa_ascend.config import ModelConfig
-from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.families import FAMILIES
-from lopa_ascend.families.table import SCALE
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import empty_states
 from lopa_ascend.graph.step import DecodeStep
@@ -28,6 +26,7 @@ from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.registry import find_decoder
 from lopa_ascend.parallel.collectives import ALONE
 from lopa_ascend.score.greedy import GreedyScore
+from tests.made_weights import made_weights
 
 META = torch.device("meta")
 VOCABULARY = 512
@@ -78,14 +77,9 @@ def kernels_of(
 ) -> Counter[str]:  # fmt: skip
     """The kernels of a step of 2 requests with 3 branches each."""
     ops, sizes, family = CudaOps(META), config(model_type, num_layers), FAMILIES[model_type]
-    tensors = family.tensors(sizes)
-    layers = tensors.quantized(INT8_LAYERS if is_int8 else ())
-    weights: dict[str, Tensor] = {}
-    for name, spec in tensors.with_scales(layers).specs.items():
-        is_code = spec.row.linear is not None and spec.module in layers.modules
-        dtype = torch.float32 if name.endswith(SCALE) else torch.int8 if is_code else torch.bfloat16
-        value = torch.empty(spec.shape, dtype=dtype, device=META)
-        weights[spec.ours] = torch.cat([weights[spec.ours], value]) if spec.ours in weights else value
+    weights = made_weights(
+        family, sizes, lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device=META), is_int8=is_int8
+    )
     model = find_decoder(family)(family, sizes, weights, ops, ALONE, 512)
     bucket = Bucket(
         sequences=2, blocks=2, pages=2, branches=3, slots=3, block_length=32, max_blocks=2, full_attention=is_full,

@@ -19,12 +19,12 @@ from lopa_ascend.backend.cuda import INTERPRETED
 from lopa_ascend.backend.cuda.graphs import CudaGraphs
 from lopa_ascend.graph import setup
 from scripts.bench.plan.models import load_model
-from scripts.selftest import engines, gpu
+from scripts.selftest import engines, gpu, steps
 from scripts.selftest.__main__ import main
 from scripts.selftest.gpu import first_hour
 from scripts.selftest.hour import Examination, Report, Row, Step
-from tests.cuda.cases import Case, Sizes
 from tests.cuda.recorder import Recorder
+from tests.kernel_cases import Case, Sizes
 
 SIZES = Sizes(32, 24, 2, 1, 16, 100, tokens=3, keys=128, sequences=1)
 SMALLER: dict[str, Any] = {
@@ -59,7 +59,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "capture_of", lambda _: Recorder())
     monkeypatch.setattr(gpu, "CALLS", 1)
     monkeypatch.setattr(gpu, "SETS", 1)
-    monkeypatch.setattr(gpu, "REPLAYS", 1)
+    monkeypatch.setattr(steps, "REPLAYS", 1)
     monkeypatch.setattr(setup, "load_compiler", lambda *_, **__: CudaGraphs(Recorder()))
     opened = gpu.opened
 
@@ -189,15 +189,15 @@ def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
 
 def test_a_gpu_is_compared_with_its_data_sheet() -> None:
     found: Report = {"machine": [{"name": "GPU", "is": "NVIDIA GeForce RTX 4090"}]}
-    low, high = gpu._predicted(found, 7, 640, "bf16")
-    slower, _ = gpu._predicted(found, 7, 4224, "bf16")
+    low, high = steps.predicted(found, 7, 640, "bf16")
+    slower, _ = steps.predicted(found, 7, 4224, "bf16")
     assert 10 < low <= high
     assert low < slower
-    assert gpu._predicted({}, 7, 640, "bf16") == []
+    assert steps.predicted({}, 7, 640, "bf16") == []
 
 
 def test_all_but_engines_needs_torch_triton_and_numpy_alone() -> None:
-    blocked = ("transformers", "huggingface_hub", "pydantic", "filelock", "yaml", *gpu.SERVED)
+    blocked = ("pytest", "transformers", "huggingface_hub", "pydantic", "filelock", "yaml", *gpu.SERVED)
     code = f"""
 import sys
 sys.modules |= dict.fromkeys({blocked})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lopa_ascend.parallel.collectives import ALONE
-from scripts.selftest.findings import SIZES, SUMS, latencies
+from scripts.selftest.times import SIZES, SUMS, latencies
 from tests.dist.ranks import ROOT, finish, start
 
 pytestmark = pytest.mark.multirank
@@ -20,10 +20,10 @@ import json, sys, torch
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank
 from lopa_ascend.parallel.mesh import Mesh
-from scripts.selftest import findings
-from scripts.selftest.findings import latencies
+from scripts.selftest import times
+from scripts.selftest.times import latencies
 
-findings.SIZES = findings.SIZES[:6]
+times.SIZES = times.SIZES[:6]
 mesh = Mesh.join(EngineConfig(tensor_parallel_size=2), Rendezvous.from_environment(), exit_rank)
 found = latencies(mesh.tp, torch.device("cpu"), 5)
 calls = [(traffic.calls, traffic.num_bytes) for traffic in mesh.traffic()]
@@ -49,7 +49,8 @@ def test_all_reduces_are_timed_on_every_rank(tmp_path) -> None:
 
 
 def test_without_an_npu_it_says_what_is_missing() -> None:
-    command = [sys.executable, "-m", "scripts.selftest"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    """Where pytest is not installed, either."""
+    code = "import sys; sys.modules |= {'pytest': None}; from scripts.selftest.__main__ import main; sys.exit(main([]))"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
     assert ended.stderr == "error: device npu needs torch_npu, which is not installed\n"

@@ -29,12 +29,13 @@ from lopa_ascend.model.decoder import Decoder
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.parallel.launch import LOOPBACK
 from lopa_ascend.score.greedy import GreedyScore
-from scripts.selftest.exchanges import collectives_case
 from scripts.selftest.findings import examine
+from tests.npu.cases import paged_entries
+from tests.npu.exchanges import collectives_case
 from tests.npu.lab import capture, collectives, device  # noqa: F401
 from tests.npu.lab.lowering import optimised
 from tests.npu.lab.traffic import host_traffic
-from tests.npu.samples import SMALL_VOCABULARY, dream_config, dream_weights, forward_inputs, moved, paged_entries
+from tests.npu.samples import SMALL_VOCABULARY, dream_config, dream_weights, forward_inputs, moved
 
 STEPS = 3
 NUM_TOKENS = SMALL_VOCABULARY - 5

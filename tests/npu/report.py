@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -24,8 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lopa_ascend.backend.interface import Experts
 from lopa_ascend.backend.npu.ops import FRACTAL_NZ, NpuOps
-from lopa_ascend.config import ExpertsConfig, ModelConfig
-from lopa_ascend.families import dream, llada2, pangu, sdar
+from lopa_ascend.config import ExpertsConfig
+from lopa_ascend.families import FAMILIES
 from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.compile import load_compiler
@@ -47,10 +47,12 @@ from lopa_ascend.model.base import Model
 from lopa_ascend.model.decoder import Decoder
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.score.greedy import GreedyScore
+from tests.made_weights import made_weights
+from tests.npu.cases import paged_entries
 from tests.npu.lab import capture, collectives, device, engine  # noqa: F401
 from tests.npu.lab.lowering import Lowered, lower
 from tests.npu.plain_ops import PlainOps
-from tests.npu.samples import dream_7b, dream_weights, forward_inputs, moved, paged_entries, plain_dream
+from tests.npu.samples import dream_7b, forward_inputs, moved, plain_dream
 
 VOCABULARY, MASK, NUM_TOKENS, NUM_LAYERS = 152064, 151666, 151667, 28
 BUCKET = Bucket(sequences=1, blocks=2, pages=8, branches=4, slots=4, block_length=32, max_blocks=4)
@@ -96,12 +98,9 @@ class Variant:
     """Written in plain torch, and fused."""
     is_int8: bool = False
     """In W8A8."""
-    norms_heads: bool = False
-    """With the norms of SDAR, and without biases."""
-    has_o_bias: bool = False
-    """With the second bias of openPangu."""
-    has_experts: bool = False
-    """With experts as LLaDA2's, but fewer."""
+    family: str = "Dream"
+    """Whose tensors it has, in the sizes of Dream-7B: SDAR's norms of queries and keys, openPangu's second bias, or
+    LLaDA2's experts, but fewer."""
 
 
 def variants() -> dict[str, Variant]:
@@ -110,10 +109,10 @@ def variants() -> dict[str, Variant]:
         "bf16_tp4": Variant(UNFILLED, tp_size=4),
         "w8a8": Variant(UNFILLED, is_int8=True),
         "w8a8_tp4": Variant(UNFILLED, tp_size=4, is_int8=True),
-        "sdar": Variant(UNFILLED, norms_heads=True),
-        "pangu": Variant(UNFILLED, has_o_bias=True),
-        "llada2": Variant(UNFILLED, norms_heads=True, has_experts=True),
-        "llada2_w8a8": Variant(UNFILLED, norms_heads=True, has_experts=True, is_int8=True),
+        "sdar": Variant(UNFILLED, family="sdar"),
+        "pangu": Variant(UNFILLED, family="PanguEmbedded"),
+        "llada2": Variant(UNFILLED, family="llada2_moe"),
+        "llada2_w8a8": Variant(UNFILLED, is_int8=True, family="llada2_moe"),
         "plain_fused": Variant(UNFILLED, is_plain=True),
         "unfused": Variant(PlainOps()),
     }
@@ -132,62 +131,14 @@ def ranks(size: int) -> Iterator[Group]:
         dist.destroy_process_group()
 
 
-def share(config: ModelConfig, size: int) -> ModelConfig:
-    """A model whose weights have the shapes of one rank's."""
-    return replace(
-        config,
-        num_heads=config.local_heads(size),
-        num_kv_heads=config.local_kv_heads(size),
-        intermediate_size=config.intermediate_size // size,
-        vocab_size=config.vocab_shard(size),
-    )
-
-
-def int8_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the layers as int8, and their scales, with whatever is in memory."""
-    found: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        if name.startswith("layers.") and weight.dim() == 2:
-            found[name] = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-            found[f"{name}_scale"] = torch.empty(weight.shape[0], device=weight.device)
-    return found
-
-
-def with_norms(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The weights with norms of queries and keys in place of biases."""
-    found = {name: weight for name, weight in weights.items() if not name.endswith(".bias")}
-    ones = torch.ones(config.head_dim, dtype=torch.bfloat16, device="npu")
-    return found | {f"layers.{n}.{x}_norm.weight": ones for n in range(config.num_layers) for x in "qk"}
-
-
 EXPERTS = ExpertsConfig(
     num_experts=16, per_token=4, num_groups=4, kept_groups=2, scale=2.5, inner=512, shared_inner=512, first_layer=0
 )
 
 
-def with_experts(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The weights with experts in place of MLPs."""
-    found = {name: weight for name, weight in weights.items() if not name.endswith(("gate_up.weight", "down.weight"))}
-    number, inner, hidden = EXPERTS.num_experts, EXPERTS.inner, config.hidden_size
-    shapes = {
-        "shared_gate_up.weight": (2 * inner, hidden),
-        "shared_down.weight": (hidden, inner),
-        "experts_gate_up.weight": (number * 2 * inner, hidden),
-        "experts_down.weight": (number * hidden, inner),
-    }
-    for n in range(config.num_layers):
-        found |= {
-            f"layers.{n}.{name}": torch.empty(*shape, dtype=torch.bfloat16, device="npu")
-            for name, shape in shapes.items()
-        }
-    return found
-
-
-def with_router(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    number, hidden = EXPERTS.num_experts, config.hidden_size
-    routers = {"router.weight": (number, hidden), "router.bias": (number,)}
-    named = {f"layers.{n}.{name}": shape for n in range(config.num_layers) for name, shape in routers.items()}
-    return {**weights, **{name: torch.empty(shape, device="npu") for name, shape in named.items()}}
+def unfilled(_: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A weight with whatever is in memory."""
+    return torch.empty(shape, dtype=dtype, device="npu")
 
 
 class Sample:
@@ -195,28 +146,20 @@ class Sample:
 
     def __init__(self, variant: Variant, num_layers: int, group: Group, num_pages: int = NUM_PAGES) -> None:
         config = replace(dream_7b(num_layers), vocab_size=VOCABULARY, mask_token_id=MASK)
-        own = share(config, group.size)
         self.model: Model
         if variant.is_plain:
             self.model = plain_dream(config, variant.ops)
         else:
-            weights = dream_weights(own, torch.bfloat16, filled=False)
-            weights["embed.weight"] = weights["embed.weight"].new_empty(config.vocab_size, config.hidden_size)
-            weights = with_experts(weights, config) if variant.has_experts else weights
-            weights |= int8_weights(weights) if variant.is_int8 else {}
-            weights = with_norms(weights, config) if variant.norms_heads else weights
-            family = sdar.FAMILY if variant.norms_heads else dream.FAMILY
-            if variant.has_o_bias:
-                family = pangu.FAMILY
-                weights |= {f"layers.{n}.o.bias": weights["norm.weight"] for n in range(num_layers)}
-            if variant.has_experts:
-                family, config = llada2.FAMILY, replace(config, experts=EXPERTS)
-                weights = with_router(weights, config)
+            family = FAMILIES[variant.family]
+            config = replace(config, attention_bias=variant.family in ("Dream", "PanguEmbedded"))
+            if variant.family == "llada2_moe":
+                config = replace(config, experts=EXPERTS)
+            weights = made_weights(family, config, unfilled, is_int8=variant.is_int8, ranks=group.size)
             self.model = Decoder(family, config, weights, variant.ops, group)
         first = self.model.first_token_id
         ids = range(first, first + self.model.local_vocab_size)
         self.score = GreedyScore(ids, MASK, NUM_TOKENS, group, variant.ops)
-        shape = (num_pages, PAGE_SIZE, own.num_kv_heads, config.head_dim)
+        shape = (num_pages, PAGE_SIZE, config.local_kv_heads(group.size), config.head_dim)
         self.k_caches, self.v_caches = (
             [torch.empty(shape, dtype=torch.bfloat16, device="npu") for _ in range(num_layers)] for _ in range(2)
         )
@@ -234,7 +177,7 @@ def lowered_model(variant: Variant, num_layers: int) -> Lowered:
     """Embedding, layers, head and scores, with the gather of the shards' statistics."""
     with ranks(variant.tp_size) as group:
         sample = Sample(variant, num_layers, group)
-        entries, _ = paged_entries((BUCKET.block_length,) * 4, (544,) * 4, pages=NUM_PAGES)
+        entries, _ = paged_entries((BUCKET.block_length,) * 4, (544,) * 4, num_pages=NUM_PAGES)
         inputs = moved(replace(forward_inputs(entries, NUM_PAGES), rows=None), "npu")
 
         def model(kv_lengths: list[int]) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
-"""Tensors for tests: a Dream of any size with a step's inputs, and attention entries over pages."""
+"""Tensors for tests: a Dream of any size with a step's inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -10,23 +10,15 @@ from torch import Tensor
 from examples.plain_dream.plain_dream import PlainDream
 from lopa_ascend.backend.interface import Entries, Ops
 from lopa_ascend.config import ModelConfig
+from lopa_ascend.families import dream
 from lopa_ascend.graph.fusion.fused_model import FusedModel, fuse_model
 from lopa_ascend.graph.fusion.trace import trace
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.model.plain import build_module
+from tests.made_weights import made_weights
 
 SMALL_VOCABULARY = 512
-
-
-def paged_entries(lengths: Sequence[int], kv_lengths: Sequence[int], pages: int = 0) -> tuple[Entries, int]:
-    """(entries of one sequence each, number of pages), which is at least ``pages``, and what the entries take together.
-    Tables are in random order, and a page may be in several."""
-    taken = [-(-length // PAGE_SIZE) for length in kv_lengths]
-    num_pages = max(sum(taken), pages)
-    tables = torch.stack([torch.randperm(num_pages)[: max(taken)] for _ in taken]).int()
-    sequences = tuple(range(len(taken)))
-    return Entries(tuple(lengths), tuple(kv_lengths), tables, sequences, (0,) * len(taken)), num_pages
 
 
 def dream_config(num_layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> ModelConfig:
@@ -60,24 +52,13 @@ def small_dream(num_layers: int) -> ModelConfig:
     return dream_config(num_layers, hidden=256, intermediate=320, heads=7, kv_heads=1)
 
 
-def dream_weights(config: ModelConfig, dtype: torch.dtype, *, filled: bool = True) -> dict[str, Tensor]:
-    """Random ones on the CPU; without ``filled``, on ``npu`` and with whatever is in memory."""
-    c, qkv = config, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    sizes: dict[str, tuple[int, ...]] = dict.fromkeys(("embed.weight", "head.weight"), (c.vocab_size, c.hidden_size))
-    for n in range(c.num_layers):
-        sizes |= {
-            f"layers.{n}.attn_norm.weight": (c.hidden_size,),
-            f"layers.{n}.qkv.weight": (qkv, c.hidden_size),
-            f"layers.{n}.qkv.bias": (qkv,),
-            f"layers.{n}.o.weight": (c.hidden_size, c.num_heads * c.head_dim),
-            f"layers.{n}.mlp_norm.weight": (c.hidden_size,),
-            f"layers.{n}.gate_up.weight": (2 * c.intermediate_size, c.hidden_size),
-            f"layers.{n}.down.weight": (c.hidden_size, c.intermediate_size),
-        }
-    sizes["norm.weight"] = (c.hidden_size,)
-    if not filled:
-        return {name: torch.empty(size, dtype=dtype, device="npu") for name, size in sizes.items()}
-    return {name: (torch.randn(size) * size[-1] ** (0.5 - len(size) / 2)).to(dtype) for name, size in sizes.items()}
+def dream_weights(config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Random ones on the CPU."""
+
+    def make(_: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return (torch.randn(shape) * shape[-1] ** (0.5 - len(shape) / 2)).to(dtype)
+
+    return made_weights(dream.FAMILY, config, make, dtype)
 
 
 def plain_dream(config: ModelConfig, ops: Ops, weights: Mapping[str, Tensor] | None = None) -> FusedModel:

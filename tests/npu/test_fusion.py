@@ -14,10 +14,11 @@ from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
+from tests.npu.cases import paged_entries
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.lowering import lower, optimised
 from tests.npu.report import UNFILLED, Variant, lowered_model, lowered_step
-from tests.npu.samples import forward_inputs, moved, paged_entries, plain_dream, small_dream
+from tests.npu.samples import forward_inputs, moved, plain_dream, small_dream
 from tests.npu.test_lowering import ENDS, LAYER, SCORE, layers
 
 pytestmark = pytest.mark.npu

@@ -20,6 +20,7 @@ from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.model.decoder import Decoder
 from tests.npu import report
+from tests.npu.cases import paged_entries
 from tests.npu.lab import capture, device  # noqa: F401
 from tests.npu.lab.constraints import numeric
 from tests.npu.lab.lowering import BOOKKEEPING, VIEWS, optimised
@@ -37,7 +38,7 @@ from tests.npu.report import (
     lowered_step,
     variants,
 )
-from tests.npu.samples import dream_weights, forward_inputs, moved, overwrite, paged_entries, small_dream
+from tests.npu.samples import dream_weights, forward_inputs, moved, overwrite, small_dream
 
 pytestmark = pytest.mark.npu
 BLOCKS = (32,) * 4
@@ -202,7 +203,7 @@ class Small:
     def inputs(self, seed: int, kv_length: int = 600) -> ForwardInputs:
         """On the CPU."""
         torch.manual_seed(seed)
-        entries, num_pages = paged_entries(BLOCKS, (kv_length,) * 4, pages=self.num_pages)
+        entries, num_pages = paged_entries(BLOCKS, (kv_length,) * 4, num_pages=self.num_pages)
         return forward_inputs(entries, num_pages)
 
 

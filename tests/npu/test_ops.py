@@ -3,7 +3,6 @@ strict mode."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lopa_ascend.backend.cpu import definition
-from lopa_ascend.backend.cpu.ops import CpuOps
 from lopa_ascend.backend.interface import Entries, Experts
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.checkpoint import quantize_weight
@@ -22,15 +19,15 @@ from lopa_ascend.config import ATTENTION_LAYOUTS, ExpertsConfig
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.types import KVShape
+from tests.npu.cases import CPU, AttentionSample, attention_sample
 from tests.npu.lab import attention as lab_attention
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.constraints import numeric
 from tests.npu.lab.traffic import host_traffic
-from tests.npu.samples import paged_entries
 from tests.npu.strict_ops import StrictOps
 
 pytestmark = pytest.mark.npu
-CPU, NPU = CpuOps(), NpuOps()
+NPU = NpuOps()
 
 seeds = st.integers(0, 2**31)
 rows = st.integers(1, 70)
@@ -245,40 +242,19 @@ def test_positions_move_in_all_layers_at_once(seed: int, pages: int, dtype: torc
     assert torch.equal(*(pool.caches.cpu() for pool in pools))
 
 
-def attention_case(
-    seed: int,
-    lengths: Sequence[int],
-    kv_lengths: Sequence[int],
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    dtype: torch.dtype,
-    pages: int = 0,
-) -> tuple[Tensor, Tensor, Entries]:
-    """(q, caches [2, N, 128, K, D], entries), on the CPU; N is at least ``pages``."""
-    torch.manual_seed(seed)
-    entries, num_pages = paged_entries(lengths, kv_lengths, pages)
-    q = randn(seed, sum(lengths), heads, dim, dtype=dtype)
-    return q, randn(seed + 1, 2, num_pages, PAGE_SIZE, kv_heads, dim, dtype=dtype), entries
-
-
-def assert_attends(ops: NpuOps, q: Tensor, caches: Tensor, entries: Entries) -> None:
-    divided = entries.divided(ops.max_queries)
-    on_npu = replace(divided, page_tables=divided.page_tables.to("npu"))
-    query = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device="npu").copy_(q)
-    k_cache, v_cache = caches.to("npu")
+def assert_attends(ops: NpuOps, sample: AttentionSample) -> None:
+    on_npu = sample.on(ops)
     with host_traffic() as traffic:
-        out = ops.attention(query, k_cache, v_cache, on_npu)
+        out = on_npu.attend(ops)
     assert not traffic.stalls
-    expected = definition.attention(q, caches[0], caches[1], entries)
-    assert_same(out, expected)
+    assert_same(out, sample.attend(CPU))
 
 
 @pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
 def test_queries_can_be_a_part_of_a_packed_projection(layout: str) -> None:
-    q, caches, entries = attention_case(0, [32, 32], [40, 70], 14, 2, 128, torch.bfloat16)
-    packed = torch.cat([q, torch.zeros(64, 4, 128, dtype=q.dtype)], 1)
-    assert_attends(NpuOps(attention_layout=layout), packed[:, :14], caches, entries)
+    ops, sample = NpuOps(attention_layout=layout), attention_sample([32, 32], [40, 70], heads=(14, 2))
+    packed = torch.cat([sample.q, torch.zeros(64, 4, 128, dtype=torch.bfloat16)], 1).to("npu")
+    assert_same(replace(sample.on(ops), q=packed[:, :14]).attend(ops), sample.attend(CPU))
 
 
 @settings(max_examples=40)
@@ -295,19 +271,12 @@ def test_attention_over_any_entries(
     """Causal ones, which see at least themselves, among others."""
     lengths, kv_lengths, causal = zip(*spans, strict=True)
     kv_lengths = tuple(max(keys, length * is_causal) for length, keys, is_causal in spans)
-    q, caches, entries = attention_case(seed, lengths, kv_lengths, *heads, dim, dtype)
-    case = q, caches, replace(entries, causal=causal)
+    torch.manual_seed(seed)
+    sample = attention_sample(lengths, kv_lengths, heads=heads, dim=dim, dtype=dtype)
+    sample = replace(sample, entries=replace(sample.entries, causal=causal))
     for layout in ATTENTION_LAYOUTS:
         with numeric():
-            assert_attends(NpuOps(attention_layout=layout), *case)
-
-
-@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
-def test_attention_at_the_shapes_of_dream_7b(layout: str) -> None:
-    """A prompt, three branches of two sequences with blocks of 32, a single token: in strict mode."""
-    lengths = [150, *[32] * 6, 1]
-    kv_lengths = [150, 160, 192, 160, 545, 577, 640, 33]
-    assert_attends(NpuOps(attention_layout=layout), *attention_case(0, lengths, kv_lengths, 28, 4, 128, torch.bfloat16))
+            assert_attends(NpuOps(attention_layout=layout), sample)
 
 
 @pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
@@ -315,10 +284,10 @@ def test_causal_attention_at_the_shapes_of_pangu_7b(layout: str) -> None:
     """A prompt in pieces by pages, its last piece, a commit, single tokens, a block that is filled: in strict mode."""
     lengths = (128, 128, 44, 32, 1, 1, 32)
     kv_lengths = (128, 256, 300, 300, 65, 129, 545)
-    q, caches, entries = attention_case(0, lengths, kv_lengths, 32, 8, 128, torch.bfloat16, pages=125)
-    causal = (True,) * 6 + (False,)
+    sample = attention_sample(lengths, kv_lengths, num_pages=125, heads=(32, 8))
+    sample = replace(sample, entries=replace(sample.entries, causal=(True,) * 6 + (False,)))
     with host_traffic() as traffic:
-        assert_attends(NpuOps(attention_layout=layout), q, caches, replace(entries, causal=causal))
+        assert_attends(NpuOps(attention_layout=layout), sample)
     # In TND one kernel for those with the mask, single tokens among them, and one for the others.
     assert traffic.launches.count("npu::npu_fused_infer_attention_score") == (5 if layout == "BSH" else 2)
 
@@ -327,12 +296,9 @@ def test_causal_attention_at_the_shapes_of_pangu_7b(layout: str) -> None:
 def test_entries_with_more_places_than_the_pool_has_pages_come_in_turn(layout: str) -> None:
     """Eight entries of up to three pages out of a pool of seven, so two at a time."""
     lengths, kv_lengths = (32,) * 8, (300, 64, 300, 200, 300, 32, 100, 300)
-    tables = torch.stack([torch.randperm(7, generator=torch.Generator().manual_seed(i))[:3] for i in range(8)]).int()
-    caches = randn(0, 2, 7, PAGE_SIZE, 1, 128, dtype=torch.bfloat16)
-    q = randn(1, 256, 7, 128, dtype=torch.bfloat16)
-    case = q, caches, Entries(lengths, kv_lengths, tables, tuple(range(8)), (0,) * 8)
+    sample = attention_sample(lengths, kv_lengths, num_pages=7, heads=(7, 1))
     with host_traffic() as traffic:
-        assert_attends(NpuOps(attention_layout=layout), *case)
+        assert_attends(NpuOps(attention_layout=layout), sample)
     # In TND16 every entry is two.
     assert traffic.launches.count("npu::npu_fused_infer_attention_score") == (8 if layout == "TND16" else 4)
 
@@ -347,8 +313,8 @@ def test_tnd16_gives_the_kernel_entries_of_at_most_16_queries_with_the_kv_length
         return attend(query, key, value, scale)
 
     monkeypatch.setattr(lab_attention, "attend", noted)
-    q, caches, entries = attention_case(0, [32, 16, 40, 1], [160, 33, 300, 7], 7, 1, 128, torch.bfloat16)
-    assert_attends(NpuOps(attention_layout="TND16"), q, caches, entries)
+    sample = attention_sample([32, 16, 40, 1], [160, 33, 300, 7], heads=(7, 1))
+    assert_attends(NpuOps(attention_layout="TND16"), sample)
     assert calls == [(16, 160), (16, 160), (16, 33), (16, 300), (16, 300), (8, 300), (1, 7)]
 
 

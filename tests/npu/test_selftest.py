@@ -18,9 +18,11 @@ from torch import Tensor
 from torch_npu import npu
 
 from scripts.bench.plan.devices import load_device
-from scripts.selftest import cases, findings, op_cases, parts, speed, step_cases, updates
+from scripts.selftest import findings, times
 from scripts.selftest.__main__ import main
-from scripts.selftest.findings import Finding, eager_ops, examine_cases, merged, slowest
+from scripts.selftest.findings import Finding, eager_ops, examine_cases, merged
+from scripts.selftest.times import slowest
+from tests.npu import cases, op_cases
 from tests.npu.lab import attention, capture
 from tests.npu.lab.constraints import require
 from tests.tiers import slow_but
@@ -41,7 +43,7 @@ def price_of_an_entry(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]
 
     clock = SimpleNamespace(perf_counter=lambda: time.process_time() + sum(paid))
     monkeypatch.setattr(attention, "attend", priced)
-    monkeypatch.setattr(findings, "time", clock)
+    monkeypatch.setattr(times, "time", clock)
     return prices
 
 
@@ -51,10 +53,10 @@ def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     and attention of one block in place of many."""
     monkeypatch.setattr(op_cases, "MAX_OUTPUTS", 512)
     monkeypatch.setattr(op_cases, "EXPERT_HIDDEN", 64)
-    monkeypatch.setattr(step_cases, "LARGE", 2**23)
-    for module in (speed, findings):
+    monkeypatch.setattr(cases, "LARGE", 2**23)
+    for module in (times, findings):
         monkeypatch.setattr(module, "MANY", ((1, 1024),))
-    monkeypatch.setattr(parts, "PRODUCTS", ((96, 64), (64, 32)))
+    monkeypatch.setattr(times, "PRODUCTS", ((96, 64), (64, 32)))
 
 
 @contextmanager
@@ -80,7 +82,7 @@ def reported(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 
 
 def test_where_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(op_cases, "MAX_OUTPUTS", 2 * cases.INTERMEDIATE)
+    monkeypatch.setattr(op_cases, "MAX_OUTPUTS", 2 * cases.S.inner)
     file = tmp_path / "report.json"
     status, verdicts, last = reported(capsys, "--json", str(file))
     assert last == "options for the server: --device npu --attention-layout TND --graph-mode npugraph_ex"
@@ -97,12 +99,12 @@ def test_where_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert {finding["name"]: finding["verdict"] for finding in report["findings"]} == verdicts
     assert report["stack"]["CANN"] == "9.1.0"
     assert last.endswith(report["options"])
-    assert {layout: list(times) for layout, times in report["attention_us"].items()} == {
+    by_layout = report["attention_us"]
+    assert {layout: list(found) for layout, found in by_layout.items()} == {
         layout: ["4 blocks, 544 keys", "4 blocks, 4096 keys", "1 blocks, 1024 keys"] for layout in ("TND", "TND16")
     }
-    times = report["attention_us"]["TND"]
-    assert times["4 blocks, 4096 keys"] > times["4 blocks, 544 keys"]
-    assert list(report["updates_us"]["1"]) == [updates.KEPT, updates.CHANGED, updates.IN_THREAD]
+    assert by_layout["TND"]["4 blocks, 4096 keys"] > by_layout["TND"]["4 blocks, 544 keys"]
+    assert list(report["updates_us"]["1"]) == [times.KEPT, times.CHANGED, times.IN_THREAD]
     assert report["updates_us"]["0"] == "not measured: this process does not know how it was started"
     assert report["parts"]["products_bytes"] == 2 * (96 * 64 + 64 * 32)
     measured = load_device(str(file))
@@ -113,10 +115,8 @@ def test_where_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 @pytest.mark.slow  # another process loads torch_npu
 def test_replays_are_also_timed_by_a_process_with_another_task_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-m", "tests.npu.lab", "scripts.selftest", "--json", "x"])
-    times = updates.times_by_queue(eager_ops("TND"), repeats=2)
-    assert [sorted(found) for found in times.values()] == [
-        sorted((updates.KEPT, updates.CHANGED, updates.IN_THREAD))
-    ] * 2
+    by_queue = times.times_by_queue(eager_ops("TND"), repeats=2)
+    assert [list(found) for found in by_queue.values()] == [[times.KEPT, times.CHANGED, times.IN_THREAD]] * 2
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_replays_are_also_timed_by_a_process_with_another_task_queue(monkeypatch
 def test_the_task_queue_is_switched_off_where_updates_cost_less_without(
     changed: dict[str, float], fastest: str | None
 ) -> None:
-    times: dict[str, dict[str, float] | str] = {"0": "not measured"}
-    times |= {queue: {updates.KEPT: 1.0, updates.CHANGED: us, updates.IN_THREAD: 2000} for queue, us in changed.items()}
-    assert updates.fastest_queue(times) == fastest
+    found: dict[str, dict[str, float] | str] = {"0": "not measured"}
+    found |= {queue: {times.KEPT: 1.0, times.CHANGED: us, times.IN_THREAD: 2000} for queue, us in changed.items()}
+    assert times.fastest_queue(found) == fastest
 
 
 def wrong_swiglu(x: Tensor, dim: int = -1) -> Tensor:
@@ -299,8 +299,8 @@ def test_a_large_pool_is_made_only_where_there_is_much_memory(monkeypatch: pytes
     name = "last pages of a large pool"
 
     def large_pool() -> dict[str, str]:
-        cases = step_cases.large_pool_cases(eager_ops("TND"))
-        return {finding.name: finding.verdict for finding in examine_cases(cases, "further ops", 1)}
+        found = examine_cases(cases.large_pool_cases(eager_ops("TND")), "further ops", 1)
+        return {finding.name: finding.verdict for finding in found}
 
     assert large_pool() == {name: "ok"}
     with replaced("npu_scatter_pa_kv_cache", lambda *_, **__: None):

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from lopa_ascend.backend.npu import compiler
 from lopa_ascend.backend.npu.captured import KV_LENGTHS
-from scripts.selftest import captures
-from scripts.selftest.cases import Case
 from scripts.selftest.findings import eager_ops, examine_cases
-from scripts.selftest.layer_cases import captured_cases
-from scripts.selftest.policy_cases import policy_cases
 from tests.dist.ranks import finish, start
+from tests.kernel_cases import Case
+from tests.npu import captures
+from tests.npu.captured_cases import layer_cases, policy_cases
 from tests.npu.lab import attention, capture, device
 from tests.tiers import slow_but
 
@@ -62,7 +61,7 @@ def test_where_a_task_keeps_other_lengths_for_one_replay_only(monkeypatch: pytes
 
     monkeypatch.setattr(capture, "change", noted)
     monkeypatch.setattr(capture.Task, "run", forgetful)
-    wrong = wrong_of(captured_cases(eager_ops("TND")))
+    wrong = wrong_of(layer_cases(eager_ops("TND")))
     assert OTHER in wrong
     assert THREAD in wrong
     assert SAME not in wrong
@@ -77,7 +76,7 @@ def test_where_lengths_always_go_to_the_first_kernel_of_a_graph(monkeypatch: pyt
         return kwargs["out"]
 
     monkeypatch.setattr(capture, "change", misled)
-    assert wrong_of(captured_cases(eager_ops("TND"))) == [TWO_KERNELS]
+    assert wrong_of(layer_cases(eager_ops("TND"))) == [TWO_KERNELS]
 
 
 def test_where_attention_reads_no_more_than_4096_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,11 +86,11 @@ def test_where_attention_reads_no_more_than_4096_keys(monkeypatch: pytest.Monkey
         return attend(query, key[:4096], value[:4096], scale)
 
     monkeypatch.setattr(attention, "attend", short)
-    assert wrong_of(captured_cases(eager_ops("TND"))) == [LONG]
+    assert wrong_of(layer_cases(eager_ops("TND"))) == [LONG]
 
 
 def test_captured_layers_of_entries_of_16_queries() -> None:
-    assert wrong_of(captured_cases(eager_ops("TND16"))) == []
+    assert wrong_of(layer_cases(eager_ops("TND16"))) == []
 
 
 def test_captures_have_the_lengths_of_the_engines() -> None:
@@ -131,17 +130,17 @@ from lopa_ascend.backend.npu import Npu
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.parallel import mesh
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank
-from scripts.selftest.exchanges import exchanges_case
 from scripts.selftest.findings import Finding, eager_ops, examine
-from scripts.selftest import findings as measured, parts
-from scripts.selftest.node import ask_vector_cores, examine_groups, raise_on_all
+from scripts.selftest import times as measured
+from scripts.selftest.node import ask_vector_cores, examine_groups, run_on_all
+from tests.npu.exchanges import exchanges_case
 from tests.npu.lab import capture, collectives, device
 
 tp, bp = map(int, sys.argv[2:])
 config = EngineConfig(device="npu", tensor_parallel_size=tp, branch_parallel_size=bp)
 with mock.patch.object(Npu, "collectives", "gloo"):
     joined = mesh.Mesh.join(config, Rendezvous.from_environment(), exit_rank)
-measured.SIZES = parts.SIZES = (1024, 4096)
+measured.SIZES = (1024, 4096)
 device_of_rank, known = torch.device("npu", 0), [Finding("attention TND, 32 queries each", "ok")]
 times, findings = examine_groups(joined, device_of_rank, known, 1)
 (*_, step) = (tape for tape in capture.tapes() if tape.groups)
@@ -161,7 +160,7 @@ def without_sums(task):
 
 if bp == 1:
     with mock.patch.object(capture.Task, "run", without_sums):
-        case = exchanges_case(eager_ops("TND"), joined.tp, joined.bp, partial(raise_on_all, joined, "again"))
+        case = exchanges_case(eager_ops("TND"), joined.tp, joined.bp, partial(run_on_all, joined, "again"))
         findings.append(examine(case, 1))
 joined.close()
 with open(f"{sys.argv[1]}.{joined.rank}", "w") as file:

@@ -15,21 +15,22 @@ import torch
 from lopa_ascend.config import ATTENTION_LAYOUTS
 from lopa_ascend.parallel.collectives import Group, RankError
 from lopa_ascend.parallel.mesh import Mesh
-from scripts.selftest import exchanges, node
 from scripts.selftest import findings as module
+from scripts.selftest import node
 from scripts.selftest.__main__ import main
-from scripts.selftest.cases import CAPTURED, CPU, Case
-from scripts.selftest.exchanges import EXCHANGES, exchanges_case
-from scripts.selftest.findings import Finding, examine, examine_cases, merged, options, slowest
+from scripts.selftest.findings import Finding, examine, examine_cases, merged, options
 from scripts.selftest.hour import shortened
-from scripts.selftest.layer_cases import random_layer_inputs
-from scripts.selftest.speed import FEW, MANY, TIMED_LAYOUTS, speed_name
+from scripts.selftest.times import FEW, MANY, TIMED_LAYOUTS, slowest, speed_name
+from tests.kernel_cases import Case
+from tests.npu import captures
+from tests.npu.cases import CAPTURED, CPU
+from tests.npu.exchanges import EXCHANGES, exchanges_case
 
 ONE = torch.ones(1)
 
 
 def case(name: str, run: Callable[[], Any] = lambda: ONE) -> Case:
-    return Case(name, run, ONE, timed=False)
+    return Case(name, run, lambda: ONE, timed=False)
 
 
 def test_a_layout_that_is_faster_for_few_sequences_alone_is_named_for_those() -> None:
@@ -155,27 +156,16 @@ def test_no_rank_waits_in_a_step_for_one_that_captures_nothing(verdict: str, oth
 
 
 def test_no_rank_replays_a_step_that_another_one_has_not_captured() -> None:
-    class Step:
-        caches = ONE
-
-        def own_inputs(self, _: object) -> list[torch.Tensor]:
-            return [ONE]
-
     class Graph:
         def __init__(self, *_: object) -> None: ...
 
         def capture(self) -> None: ...
 
-    entries, tensors = random_layer_inputs(None, 1, 8, None)
-    sample = exchanges.Sample((ONE,) * 3, ONE, ONE, entries, [entries.kv_lengths], [[*tensors, ONE]])
-    agree = partial(node.raise_on_all, two_ranks("error 107026: the capture is invalid"), "captured exchanges")
+    on_all = partial(node.run_on_all, two_ranks("error 107026: the capture is invalid"), "captured exchanges")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchanges, "make_sample", lambda _: sample)
-        patch.setattr(exchanges, "RankStep", lambda *_: Step())
-        patch.setattr(exchanges, "graph_memory", dict)
-        patch.setattr(exchanges, "Replayed", Graph)
-        patch.setattr(exchanges, "expected_results", lambda *_: [ONE])
-        found = examine(exchanges_case(CPU, Group(), Group(), agree), 1)
+        patch.setattr(captures, "graph_memory", dict)
+        patch.setattr(captures, "Replayed", Graph)
+        found = examine(exchanges_case(CPU, Group(), Group(), on_all), 1)
     assert (found.verdict, found.message) == ("refused", "rank 1: error 107026: the capture is invalid")
 
 
@@ -199,9 +189,9 @@ def test_a_case_is_named_before_it_runs(capsys: pytest.CaptureFixture[str], monk
 def test_decisions_may_not_differ_at_all() -> None:
     """A rank that is off by one is far below the rounding of the largest number."""
     expected = torch.tensor([2**24, 3], dtype=torch.int32)
-    decided = Case("policy", lambda: expected - torch.tensor([0, 1]), expected, timed=False, exact=True)
-    assert examine(decided, 1) == Finding("policy", "WRONG", 0.5)
-    assert examine(replace(decided, exact=False), 1).verdict == "ok"
+    decided = Case("policy", lambda: expected - torch.tensor([0, 1]), lambda: expected, timed=False, most=0.0)
+    assert examine(decided, 1) == Finding("policy", "WRONG", 2.0**-24)
+    assert examine(replace(decided, most=None), 1).verdict == "ok"
     assert examine(replace(decided, run=lambda: expected.clone()), 1) == Finding("policy", "ok", 0.0)
 
 

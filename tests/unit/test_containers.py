@@ -98,6 +98,7 @@ def test_every_copied_path_is_in_the_repository(name: str):
     """An image is built from `git archive`, which has nothing else."""
     sources = [source for what, rest in instructions(name) if what == "COPY" for source in rest.split()[:-1]]
     assert {"setup.py", "lopa_ascend", "scripts"} <= set(sources)
+    assert ("tests" in sources) == (name != "cpu"), "the self-test of a device takes its cases from there"
     for source in sources:
         assert subprocess.check_output(["git", "ls-files", source], cwd=ROOT), source
 

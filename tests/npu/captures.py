@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lopa_ascend.backend.compiler import MIN_KV_LENGTH
 from lopa_ascend.backend.interface import Ops
-from scripts.selftest.cases import CPU, Case
+from tests.kernel_cases import Case
+from tests.npu.cases import CPU
 
 NUM_LENGTHS = 61
 """Different KV lengths during a capture; equal to ``NUM_LENGTHS`` of backend/npu/compiler.py."""
@@ -79,7 +80,8 @@ def replayed_case(
     kv_lengths: Sequence[Sequence[int]] | None = None,
     *,
     in_thread: bool = False,
-    exact: bool = False,
+    turns: Sequence[int] = (),
+    on_all: Callable[[Callable[[], Any]], Any] = lambda capture: capture(),
 ) -> Case:
     """A step that is captured with the first of some inputs, and replayed with each of the others. The host does not
     wait between the replays.
@@ -87,15 +89,28 @@ def replayed_case(
     Args:
         inputs: tensors that the step reads, on the CPU.
         kv_lengths: that belong to each of the inputs; None for a step without attention.
+        turns: which of several equal graphs, that share their memory, makes each replay; empty for one graph.
+        on_all: runs the capture, on all ranks that take part in it.
     """
     lengths = kv_lengths or [()] * len(inputs)
-    current, *later = ([x.to(ops.device) for x in given] for given in inputs)
-    step, on_cpu = make(ops), make(CPU)
 
     def run() -> list[Tensor]:
-        replay = Replayed(step, name, lengths[0], current, in_thread=in_thread)
-        pairs = zip(lengths[1:], later, strict=True)
-        return [x.clone() for each, given in pairs for x in replay(each, given)]
+        current, *later = ([x.to(ops.device) for x in given] for given in inputs)
 
-    results = [[x.clone() for x in on_cpu(each, *given)] for each, given in zip(lengths, inputs, strict=True)]
-    return Case(name, run, list(chain.from_iterable(results[1:])), timed=False, exact=exact)
+        def capture() -> list[Replayed]:
+            step, memory, numbers = make(ops), graph_memory(), range(1 + max(turns, default=0))
+            graphs = [Replayed(step, name, lengths[0], current, memory, in_thread) for _ in numbers]
+            for graph in graphs:
+                graph.capture()
+            return graphs
+
+        graphs = on_all(capture)
+        replays = zip(turns or [0] * len(later), lengths[1:], later, strict=True)
+        return [x.clone() for number, each, given in replays for x in graphs[number](each, given)]
+
+    def expected() -> list[Tensor]:
+        step = make(CPU)
+        results = [[x.clone() for x in step(each, *given)] for each, given in zip(lengths, inputs, strict=True)]
+        return list(chain.from_iterable(results[1:]))
+
+    return Case(name, run, expected, timed=False)
