@@ -2,8 +2,8 @@
 
 The floor of a part is its work at peaks that are measured in the same run, and the longer one of two times: that of its
 FLOPs at the speed of the fastest matrix product, and that of its bytes. Weights are read at the speed of the fastest
-product of so many bytes of weights with one row; other bytes move at the speed of the fastest copy. Every tensor that
-an op takes or gives is counted once.
+sum of so many bytes, or of their product with one row, whichever is faster here; other bytes move at the speed of the
+fastest copy. Every tensor that an op takes or gives is counted once.
 
 - products: the linear layers: FLOPs, and reading the weights with their scales.
 - attention: scores and weighted sums, FLOPs; writing and reading keys and values, common beginnings once, bytes.
@@ -49,7 +49,7 @@ READ_BYTES = (4 << 20, 2 << 30)
 """The least and the most bytes that are read to show the peak of a model's weights. No cache holds the most; weights of
 fewer bytes lie in caches from one step to the next."""
 ROW_ELEMENTS = 1024
-"""Inputs of the products that show it."""
+"""Inputs of the product that may show it."""
 LAYERS = ((1152, 768, 4096), (1152, 2048, 768), (2048, 2048, 2048))
 """Rows, inputs and outputs of the linear layers that show the peak of products."""
 
@@ -65,7 +65,7 @@ class Peaks:
     bytes: float
     """Of a copy, read and written."""
     memory: float
-    """Bytes of weights that a product of one row reads."""
+    """Bytes of weights that are read."""
 
 
 @dataclass
@@ -215,11 +215,12 @@ def measure_peaks(dtype: torch.dtype, weight_bytes: int) -> Peaks:
     products = [flops(partial(floats, kind)) for kind in (dtype, torch.float32)]
     source, target = (torch.zeros(COPIED_BYTES, dtype=torch.uint8) for _ in range(2))
     weight = torch.ones(min(max(weight_bytes, READ_BYTES[0]), READ_BYTES[1]) // (4 * ROW_ELEMENTS), ROW_ELEMENTS)
+    row = torch.ones(ROW_ELEMENTS)
     return Peaks(
         flops=max(products),
         int8_flops=flops(integers),
         bytes=_rate(8 * 2 * COPIED_BYTES, lambda: [target.copy_(source) for _ in range(8)], 20),
-        memory=_rate(weight.nbytes, partial(weight.mv, torch.ones(ROW_ELEMENTS)), 5),
+        memory=max(_rate(weight.nbytes, read, 5) for read in (weight.sum, partial(weight.mv, row))),
     )
 
 
