@@ -60,7 +60,8 @@ TARGETS = {
         + ("lopa_ascend/decode/lopa.py", "lopa_ascend/decode/branch_scores.py", "lopa_ascend/decode/filters.py"),
         ("tests/unit/test_blocks.py", "tests/unit/test_lopa.py", "tests/unit/test_filters.py")
         + ("tests/unit/test_policy.py", "tests/unit/test_canvas.py", "tests/unit/test_verified.py")
-        + ("tests/e2e/test_golden.py",),
+        + ("tests/unit/test_block_causal.py", "tests/e2e/test_golden.py", "tests/e2e/test_golden_families.py")
+        + ("tests/unit/test_grammar_decoding.py",),
     ),
     "scheduler": Target(
         ("lopa_ascend/engine/scheduler.py", "lopa_ascend/engine/turns.py"),

@@ -150,10 +150,8 @@ class LopaFastDllm(Lookaheads, FastDllm):
         return replace(plan, fills_all_slots=True)
 
     def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
-        if len(open_positions) == 1:
-            open_positions = []
         *lookaheads, anchor = super().spawn(anchor, open_positions)
-        if lookaheads:  # a grammar may force the last mask of a block, too
+        if lookaheads:
             block = first_masked(anchor)
             lookaheads = [branch for branch in lookaheads if branch.masks and first_masked(branch).start == block.start]
         return [*lookaheads, anchor]

@@ -136,3 +136,13 @@ def test_a_finished_block_waits_for_the_one_before() -> None:
     assert branch.blocks[2].state is BlockState.ACTIVE
     branch = branch.fill([Fill(2, 1, 0.9, 0.9)], frozenset()).finish_blocks()
     assert [block.state for block in branch.blocks[1:]] == [BlockState.TO_CACHE] * 2
+
+
+def test_masks_that_come_back_take_a_branchs_own_tokens_with_them() -> None:
+    strategy = begin(SequenceStart([1, 2], params(), MASK, frozenset({EOS})))
+    fills = [Fill(position, token, 0.5, 0.5) for position, token in ((2, 4), (3, EOS), (5, 6))]
+    branch = strategy.anchor.as_lookahead(fills, frozenset({EOS}))
+    assert branch.eos
+    branch = branch.mask_again(1, MASK, frozenset({EOS}))
+    assert branch.tokens == (4, MASK, MASK, MASK)
+    assert (branch.own_fills, branch.masks, branch.eos) == ((fills[0],), 3, False)

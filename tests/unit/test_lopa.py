@@ -83,6 +83,22 @@ def test_creation_weight_counts_the_lookahead_token() -> None:
     assert [round(b.score, 3) for b in record.branches] == [0.7, 0.5, 1.0]
 
 
+def test_a_step_may_drop_the_worst_branches() -> None:
+    strategy = first_round([0.5, 0.9, 0.7, 0.7, 0.6], num_branches=3)
+    kept = strategy.branches[0], strategy.branches[-1]
+    plan = strategy.plan()
+    assert plan is not None
+    plan = plan.keep(1)
+    assert [row.masked for row in plan.rows] == [(1, 4, 5), (1, 3, 4, 5)]
+    answers = [
+        RowResult((1,) * len(r.masked), (p,) * len(r.masked), (p,) * len(r.masked))
+        for r, p in zip(plan.rows, (0.25, 0.5), strict=True)
+    ]
+    record = strategy.absorb(plan, answers, 0, 0)
+    assert [branch.own_fills for branch in record.branches] == [branch.own_fills for branch in kept]
+    assert record.winner == 1
+
+
 def test_a_branch_computes_from_its_lookahead_block_on() -> None:
     params = DecodingParams(block_size=4, max_new_tokens=8, num_branches=2, tau_conf=1.0, tau_add=0.25)
     strategy = begin(SequenceStart([1], params, 99, frozenset()))
