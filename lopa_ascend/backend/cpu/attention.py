@@ -24,6 +24,7 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lopa_ascend.backend.interface import Entries
@@ -37,6 +38,7 @@ class AttentionBatch(NamedTuple):
 
     num_entries: int
     length: int
+    is_causal: bool
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def plan_own_part(entries: Entries, page_size: int) -> tuple[list[Reading], list
             own_lengths = torch.tensor([entries.kv_lengths[i] - prefixes[i] for i in members])
             seen = own_lengths[:, None] - length + 1 + torch.arange(length)  # keys that each query sees
             hidden = torch.arange(num_keys) >= seen[..., None]
-        readings.append(Reading(positions, (AttentionBatch(len(members), length),), hidden))
+        readings.append(Reading(positions, (AttentionBatch(len(members), length, is_causal),), hidden))
         batches.append(members)
     return readings, batches
 
@@ -123,17 +125,20 @@ def plan_own_part(entries: Entries, page_size: int) -> tuple[list[Reading], list
 def plan_prefix_part(entries: Entries, page_size: int) -> tuple[list[Reading], list[list[int]]]:
     """The readings of the prefixes, and the indices of the entries of all batches in order."""
     with_prefix = [i for i, group in enumerate(entries.prefix_groups) if entries.prefixes[group]]
-    with_prefix.sort(key=lambda i: (entries.prefix_groups[i], entries.lengths[i]))
+    causal = entries.causal or (False,) * len(entries.lengths)
+
+    def shape(i: int) -> tuple[int, bool]:
+        return entries.lengths[i], causal[i]
+
+    with_prefix.sort(key=lambda i: (entries.prefix_groups[i], *shape(i)))
     readings, batches = [], []
     for prefix_group, group in groupby(with_prefix, entries.prefix_groups.__getitem__):
         members = list(group)
-        by_length = [list(batch) for _, batch in groupby(members, entries.lengths.__getitem__)]
+        by_shape = [list(batch) for _, batch in groupby(members, shape)]
         first_table = entries.page_tables[members[:1]]
         positions = flat_positions(first_table, [0], entries.prefixes[prefix_group], page_size)
-        readings.append(
-            Reading(positions, tuple(AttentionBatch(len(batch), entries.lengths[batch[0]]) for batch in by_length))
-        )
-        batches += by_length
+        readings.append(Reading(positions, tuple(AttentionBatch(len(batch), *shape(batch[0])) for batch in by_shape)))
+        batches += by_shape
     return readings, batches
 
 
@@ -189,11 +194,13 @@ def attend(queries: Tensor, k_cache: Tensor, v_cache: Tensor, readings: Sequence
                 tensor.masked_fill_(reading.hidden[:, -1, None, :, None], 0)
             mask = queries.new_zeros(()).masked_fill(reading.hidden, -math.inf)
             mask = mask.repeat_interleave(group, 1)[:, None]
-        for num_entries, length in reading.batches:
+        for num_entries, length, is_causal in reading.batches:
             last = first + num_entries * kv_heads * length
             query = queries[first:last].view(num_entries, kv_heads, length * group, dim)
             shape = (num_entries, -1, -1, -1)
-            out, lse = flash_attention(query, key.expand(shape), value.expand(shape), mask)
+            # A causal entry may have any number of queries. For few MKL sums in another order on AMD's processors.
+            rows = -(-length * group // QUERY_BLOCK) * QUERY_BLOCK if is_causal else length * group
+            out, lse = flash_attention(query, key.expand(shape), value.expand(shape), mask, rows)
             outs.append(out.reshape(-1, group, dim))
             lses.append(lse.reshape(-1, group))
             first = last
@@ -207,15 +214,21 @@ def gather(cache: Tensor, positions: Tensor) -> Tensor:
     return out.view(*positions.shape, kv_heads, dim).transpose(1, 2)
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
     """Attention of queries [B, K, L, D] to all of key and value [B, K, keys, D]; ``mask`` [B, 1, L, keys] is added to
-    the scores. Returns the outputs [B, K, L, D], and the log-sum-exps of their scores, float32 [B, K, L]."""
+    the scores. ``rows``: queries that are computed, L and zeros that fill them up. Returns the outputs [B, K, L, D],
+    and the log-sum-exps of their scores, float32 [B, K, L]."""
+    length = query.shape[2]
+    if rows > length:
+        query = F.pad(query, (0, 0, 0, rows - length))
+        mask = None if mask is None else F.pad(mask, (0, 0, 0, rows - length))
     is_single_task = query.shape[0] * query.shape[1] == 1 and query.shape[2] <= QUERY_BLOCK
     if is_single_task:
         # MKL would split the sums of a task that is alone among the threads, and round them otherwise: make it two.
         query, key, value = (x.expand(2, -1, -1, -1) for x in (query, key, value))
         mask = None if mask is None else mask.expand(2, -1, -1, -1)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=mask)
+    out, lse = out[:, :, :length], lse[:, :, :length]
     return (out[:1], lse[:1]) if is_single_task else (out, lse)
 
 
