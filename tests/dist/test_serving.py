@@ -26,7 +26,7 @@ def test_a_server_of_several_ranks_says_what_they_do() -> None:
     sizes = ("--tensor-parallel-size", "2", "--branch-parallel-size", "2")
     with running(*sizes, "--num-branches", "4", "--max-new-tokens", "64") as server:
         # HTTP, the store, and gloo of four ranks.
-        check_loopback_alone([server.process.pid, *server.children], at_least=6)
+        check_loopback_alone([server.process.pid, *server.engines], at_least=6)
         greeting = server.greeting
         assert "ranks     tensor parallel 2 x branch parallel 2, 5 branches: 1 of 6 slots idle" in greeting
         places = [f"rank {n} (bp {n // 2}, tp {n % 2}) on {platform.node()} cpu: weights " for n in range(4)]

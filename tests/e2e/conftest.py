@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,6 +46,13 @@ class Lines:
         """Everything, once the pipe was closed."""
         self._thread.join(timeout=10)
         return "".join(self.seen)
+
+
+def command_line(process: str) -> bytes:
+    """Empty if the process has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    return b""
 
 
 class ServerProcess:
@@ -93,17 +100,17 @@ class ServerProcess:
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     @property
-    def children(self) -> list[int]:
-        """Those that the main thread has started, without those that render chat templates or compile grammars."""
+    def engines(self) -> list[int]:
+        """The children of the main thread that hold a model; a child is another's copy until it runs its program."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(pid) for pid in children if b"lopa_ascend.text" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [int(child) for child in children if b"link.process" in command_line(child)]
 
     @property
     def engine_pid(self) -> int:
         """The process that holds the model: the only child of the one that speaks HTTP."""
-        (child,) = self.children
-        return child
+        (engine,) = self.engines
+        return engine
 
     def stop(self, signal_number: int) -> tuple[int, str]:
         """Exit status and stderr; raises subprocess.TimeoutExpired after 5 s."""
