@@ -9,8 +9,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config import ParameterError
+from lopa_ascend.config import ConfigError, ParameterError
 from lopa_ascend.hub import directory_of
+
+
+class InputError(ValueError):
+    """What a command was given cannot be used; the message says what and why."""
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether an error says that what the user gave cannot be used, and not that this program is wrong."""
+    if isinstance(error, InputError | ConfigError | ParameterError | OSError):
+        return True
+    from lopa_ascend.checkpoint import CheckpointError  # imports torch, which whoever raises it has done
+
+    return isinstance(error, CheckpointError)
 
 
 def number_from(least: int) -> Callable[[str], int]:

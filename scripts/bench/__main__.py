@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lopa_ascend.config.settings import HelpFormatter
+from scripts.arguments import is_refusal
 from scripts.bench import decode, grammars, llama, ranks, serve
 from scripts.bench.plan import command as plan
 
@@ -27,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return COMMANDS[args.command].run(args)
-    except ValueError as error:  # what people can get wrong
+    except (ValueError, OSError) as error:
+        if not is_refusal(error):
+            raise
         parsers[args.command].error(str(error))
 
 

@@ -30,6 +30,7 @@ from lopa_ascend.text.guard import Guard
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import load_vocabulary
 from lopa_ascend.types import Grammar
+from scripts.arguments import InputError
 from scripts.bench.machine import describe_machine
 from scripts.bench.processes import timed_calls
 from scripts.bench.tables import records
@@ -58,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     tokenizer = load_vocabulary(args.tokenizer or str(DEMO_MODEL), 2**18)
     if tokenizer is None:
-        raise ValueError(f"{args.tokenizer} has no tokenizer")
+        raise InputError(f"{args.tokenizer} has no tokenizer")
     found = [[alone(tokenizer, count) for count in FIELDS]]
     if args.tokenizer is None:
         from lopa_ascend import LLM  # imports torch, which takes seconds

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lopa_ascend.core import Request
-from scripts.arguments import add_numbers, model_directory
+from scripts.arguments import InputError, add_numbers, model_directory
 from scripts.bench.decode import FORMATS, format_options
 from scripts.bench.machine import describe_machine
 from scripts.bench.prompts import text_prompts
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace) -> Times:
 
 
 def own_passes(llm: LLM, column: str, positions: Sequence[int]) -> Iterator[tuple[str, int, float]]:
-    """Column, positions and seconds of passes over a block of masks; ValueError if the model computes others in one."""
+    """Column, positions and seconds of passes over a block of masks; InputError if the model computes others in one."""
     [prompt] = text_prompts(llm, 1, CONTEXT)
     for count in positions:
         params = llm.params(decoding="d2f", block_size=count, max_new_tokens=count, ignore_eos=True)
@@ -112,7 +112,7 @@ def own_passes(llm: LLM, column: str, positions: Sequence[int]) -> Iterator[tupl
             seconds = time.perf_counter() - started
             llm.engine.abort("pass")
             if update.model_tokens != count:
-                raise ValueError(f"a pass over {count} masks computes {update.model_tokens} positions")
+                raise InputError(f"a pass over {count} masks computes {update.model_tokens} positions")
             yield column, count, seconds
 
 
@@ -125,13 +125,13 @@ def llama_passes(program: Path, file: str, threads: int, positions: Sequence[int
 
 
 def llama_bench(program: Path, options: dict[str, object]) -> list[dict[str, Any]]:
-    """What llama-bench prints as JSON; ValueError if it has failed."""
+    """What llama-bench prints as JSON; InputError if it has failed."""
     command = [str(program), "-o", "json", *(str(part) for option in options.items() for part in option)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ValueError(str(error)) from error
+        raise InputError(str(error)) from error
     if ended.returncode:
-        raise ValueError(f"{' '.join(command)}: {ended.stderr.strip()[-1000:]}")
+        raise InputError(f"{' '.join(command)}: {ended.stderr.strip()[-1000:]}")
     found: list[dict[str, Any]] = json.loads(ended.stdout)
     return found

@@ -30,7 +30,7 @@ from lopa_ascend.config import DecodingParams, ModelConfig
 from lopa_ascend.core import Request
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.types import SequencePlan, Traffic
-from scripts.arguments import add_numbers, model_directory, named_value
+from scripts.arguments import InputError, add_numbers, model_directory, named_value
 from scripts.bench.plan.models import load_model
 from scripts.bench.plan.tasks import element_bytes, kv_bytes_per_position
 from scripts.bench.prompts import text_prompts
@@ -154,7 +154,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints."""
     if args.tp * args.bp == 1:
-        raise ValueError("one rank sends nothing: choose a larger --tp or --bp")
+        raise InputError("one rank sends nothing: choose a larger --tp or --bp")
     from lopa_ascend import LLM
 
     params = DecodingParams(**{"num_branches": 3, "max_new_tokens": NEW_TOKENS, **dict(args.params)})

@@ -39,7 +39,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from scripts.arguments import add_numbers, named_value
+from scripts.arguments import InputError, add_numbers, named_value
 from scripts.bench.processes import Used, seconds_between, used_by
 from scripts.bench.prompts import chat, questions
 from scripts.bench.tables import records, row
@@ -201,7 +201,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures and prints each number of clients."""
     if args.url and args.flags:
-        raise ValueError("--url, and flags after --, name different servers; give one of them")
+        raise InputError("--url, and flags after --, name different servers; give one of them")
     server = nullcontext((args.url, None)) if args.url else one_server(args.flags)
     bodies = make_bodies(args.requests, args.max_tokens, dict(args.fields))
     with server as (url, process):

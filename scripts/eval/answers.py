@@ -34,8 +34,8 @@ from lopa_ascend.families import recommended_decoding
 from lopa_ascend.hub import on_this_machine
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
 from lopa_ascend.text.tokenizer_files import load_template
-from scripts.arguments import new_file
-from scripts.eval.command import InputError, run_command, with_defaults
+from scripts.arguments import InputError, new_file
+from scripts.eval.command import run_command, with_defaults
 
 if TYPE_CHECKING:
     from torch import Tensor

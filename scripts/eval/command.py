@@ -8,16 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig, GraphParams, ParameterError
+from lopa_ascend.config import DecodingParams, EngineConfig, GraphParams, ParameterError
 from lopa_ascend.config.presets import LIST, presets_text
 from lopa_ascend.serve.flags import Flag, option
+from scripts.arguments import is_refusal
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
-
-
-class InputError(ValueError):
-    """What a command was given cannot be used; the message says what and why."""
 
 
 SEED = 0
@@ -100,10 +97,3 @@ def run_command(
         if not is_refusal(error):
             raise
         parser.error(str(error))
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether an error says that what the user gave cannot be used, and not that this program is wrong."""
-    from lopa_ascend.checkpoint import CheckpointError  # imports torch, which whoever raises it has done
-
-    return isinstance(error, InputError | ConfigError | CheckpointError | OSError)

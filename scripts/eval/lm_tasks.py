@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.config.presets import Preset, PromptFormat, presets
-from scripts.arguments import number_from
-from scripts.eval.command import InputError
+from scripts.arguments import InputError, number_from
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM

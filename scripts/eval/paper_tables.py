@@ -31,8 +31,9 @@ from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.hub import directory_of
 from lopa_ascend.serve.flags import option
+from scripts.arguments import is_refusal
 from scripts.eval import tasks
-from scripts.eval.command import is_refusal, run_command
+from scripts.eval.command import run_command
 from scripts.eval.lm_tasks import CHAT, PUBLISHED, check_installed, score
 from scripts.eval.paper_rows import METRICS, TABLES, Row, models_of, rows_of
 from scripts.launch.npu import num_npus

@@ -36,10 +36,10 @@ from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.hub import on_this_machine
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
-from scripts.arguments import new_file, number_from
+from scripts.arguments import InputError, new_file, number_from
 from scripts.bench.machine import describe_machine
 from scripts.eval.aup import TABLES, Method, as_json, best_accuracy, draw, markdown, published_methods, source
-from scripts.eval.command import SEED, InputError, Loader, graphs_for, run_command, with_defaults
+from scripts.eval.command import SEED, Loader, graphs_for, run_command, with_defaults
 from scripts.eval.described import describe_engine, describe_model, describe_run
 from scripts.eval.lm_tasks import (
     CHAT,

@@ -369,7 +369,7 @@ ORDER: tuple[tuple[str, float, bool, str, Part], ...] = (
     ("captures", 60, True, "the bits of the same step op by op", later("steps", "captures")),
     ("engines", 150, False, "the recorded tokens, and those of the CPU", later("engines", "engines")),
     ("buckets", 60, False, "clearly less memory in descending order", later("steps", "buckets")),
-    ("steps", 150, False, "what stands before each", later("steps", "steps")),
+    ("steps", 150, False, "the milliseconds that are predicted before each", later("steps", "steps")),
     ("choices", 90, False, "int8 by the own kernel as fast as bf16, fp8 1.5 times as fast", choices),
     ("counters", 45, False, "int8 and attention bound by L2, not by tensor pipes", counters),
     ("server", 90, False, "an answer in a stream, and exit status 0", later("engines", "served")),

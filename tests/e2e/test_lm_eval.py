@@ -12,8 +12,8 @@ from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import ParameterError
 from lopa_ascend.config.presets import PromptFormat
 from lopa_ascend.demo import HANDWRITTEN, HELD_OUT
+from scripts.arguments import InputError
 from scripts.eval import tasks as command
-from scripts.eval.command import InputError
 from scripts.eval.lm_tasks import Evaluation, load_tasks, prompt_formats
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra eval)")

@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from lopa_ascend.demo import HELD_OUT
-from scripts.arguments import named_value
+from scripts.arguments import InputError, named_value
+from scripts.bench import ranks
 from scripts.bench.__main__ import COMMANDS, main
 from scripts.bench.processes import seconds_between, used_by
 from scripts.bench.serve import Answer, ask, figures, make_bodies, one_server
@@ -136,3 +137,18 @@ def test_the_seconds_of_a_server_are_those_of_its_processes_by_what_they_do() ->
     assert part == "engines"
     assert seconds >= 0.25  # /proc counts whole ticks
     assert seconds_between(alone, whole) == {"engines": 0.0, "rest": whole[os.getpid()][1]}
+
+
+def test_a_fault_of_ours_has_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def fail(error: ValueError) -> None:
+        def run(_: object) -> int:
+            raise error
+
+        monkeypatch.setattr(ranks, "run", run)
+        main(["ranks"])
+
+    with pytest.raises(ValueError, match="shapes differ"):
+        fail(ValueError("shapes differ"))
+    with pytest.raises(SystemExit):
+        fail(InputError("choose a larger --tp"))
+    assert "ranks: error: choose a larger --tp" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lopa_ascend.config.files import read_json_object
+from scripts.arguments import InputError
 from scripts.bench.tables import table
 
 FILE = Path(__file__).with_name("devices.json")
@@ -19,7 +20,7 @@ UPDATED_LAYERS = 28
 """Attention calls in the graph whose updates the self-test times."""
 
 
-class DeviceError(ValueError):
+class DeviceError(InputError):
     """There is no such device, or a report that cannot be used."""
 
 
@@ -92,10 +93,10 @@ class Device:
         return self.memory_bandwidth * self.memory_efficiency
 
     def peak_flops(self, precision: str) -> float:
-        """FLOP/s of products of numbers of a format; ValueError if the device has none."""
+        """FLOP/s of products of numbers of a format; InputError if the device has none."""
         peaks = {"bf16": self.bf16_flops, "w8a8": self.int8_flops, "fp32": self.fp32_flops, "fp8": self.fp8_flops}
         if not peaks[precision]:
-            raise ValueError(f"the device has no products in {precision}")
+            raise InputError(f"the device has no products in {precision}")
         return peaks[precision]
 
     def measured_sum(self, ranks: int, num_bytes: float) -> float | None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lopa_ascend.config import ModelConfig
+from scripts.arguments import InputError
 from scripts.bench.plan.devices import Range
 from scripts.bench.plan.step import ENDS, Step, predict
 from scripts.bench.plan.tasks import Workload, memory_bytes
@@ -57,25 +58,25 @@ class Plan:
 
 def tokens_per_forward(known: Mapping[int, float], k: int) -> float:
     """Tokens per forward pass with k lookahead branches, between known numbers linear in log2(k + 1). Nothing is
-    extrapolated: ValueError for k outside the known numbers."""
+    extrapolated: InputError for k outside the known numbers."""
     if not min(known) <= k <= max(known):
         given = ", ".join(f"{n}:{tpf:g}" for n, tpf in sorted(known.items()))
-        raise ValueError(f"no tokens per forward pass for k = {k}: known are {given}; give more by --tpf, as {k}:X")
+        raise InputError(f"no tokens per forward pass for k = {k}: known are {given}; give more by --tpf, as {k}:X")
     numbers = sorted(known)
     return float(np.interp(math.log2(k + 1), [math.log2(n + 1) for n in numbers], [known[n] for n in numbers]))
 
 
 def plan(model: ModelConfig, devices: Range, work: Workload, tpf: float, dies: int | None = None) -> Plan:
     """How fast a workload is, whose ``requests`` are those of all replicas together; without ``dies`` there is one.
-    ValueError if it does not fit the model, the dies or their memory."""
+    InputError if it does not fit the model, the dies or their memory."""
     size = work.tp * work.bp
     if dies is not None and size > dies:
-        raise ValueError(f"tp {work.tp} x bp {work.bp} needs {size} dies, there are {dies}")
+        raise InputError(f"tp {work.tp} x bp {work.bp} needs {size} dies, there are {dies}")
     replicas = 1 if dies is None else min(dies // size, work.requests)
     each = replace(work, requests=-(-work.requests // replicas), tpf=tpf)
     needed = memory_bytes(model, each)
     if needed > devices.low.memory_bytes:
-        raise ValueError(
+        raise InputError(
             f"tp {work.tp} x bp {work.bp} needs {needed / 2**30:.1f} GiB a die, there are "
             f"{devices.low.memory_bytes / 2**30:.1f} GiB"
         )
@@ -90,7 +91,7 @@ def all_plans(
     dies: int | None,
     given: Mapping[str, int],
 ) -> list[Plan]:
-    """Every (tp, bp, k) that fits on the dies, in place of those of ``work``; ValueError if none does.
+    """Every (tp, bp, k) that fits on the dies, in place of those of ``work``; InputError if none does.
 
     Args:
         known_tpf: tokens per forward pass by k; no k outside these is tried.
@@ -102,17 +103,17 @@ def all_plans(
         "k": range(min(known_tpf), max(known_tpf) + 1),
     }
     tried |= {name: [size] for name, size in given.items()}
-    found, problems = list[Plan](), list[ValueError]()
+    found, problems = list[Plan](), list[InputError]()
     for tp, bp, k in itertools.product(*tried.values()):
         if bp > k + 1 and len(given) < len(tried):  # ranks would be idle
             continue
         try:
             each = replace(work, tp=tp, bp=bp, k=k)
             found.append(plan(model, devices, each, tokens_per_forward(known_tpf, k), dies))
-        except ValueError as error:  # such as the memory of a die
+        except InputError as error:  # such as the memory of a die
             problems.append(error)
     if not found:
-        raise ValueError(f"no (tp, bp, k) is possible: {problems[0] if problems else 'bp is at most k + 1'}")
+        raise InputError(f"no (tp, bp, k) is possible: {problems[0] if problems else 'bp is at most k + 1'}")
     return found
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from lopa_ascend.config import ExpertsConfig, ModelConfig
 from lopa_ascend.families import FAMILIES
+from scripts.arguments import InputError
 
 PRECISIONS = ("bf16", "w8a8", "fp8", "fp32")
 """Number formats of the linear layers' weights. Embedding, head, keys and values are bf16 with "w8a8" and "fp8"."""
@@ -167,13 +168,13 @@ def memory_bytes(model: ModelConfig, work: Workload) -> float:
 
 
 def step_tasks(model: ModelConfig, work: Workload, *, on_gpu: bool = False) -> Iterator[Task]:
-    """The tasks of a step, on an NPU or on a GPU. ValueError if the model cannot be split over ``tp`` ranks, or the
+    """The tasks of a step, on an NPU or on a GPU. InputError if the model cannot be split over ``tp`` ranks, or the
     precision is unknown."""
     if work.tp not in model.tensor_parallel_sizes():
         sizes = ", ".join(map(str, model.tensor_parallel_sizes()))
-        raise ValueError(f"tp is {work.tp}, but the model can be split over {sizes} ranks")
+        raise InputError(f"tp is {work.tp}, but the model can be split over {sizes} ranks")
     if work.precision not in PRECISIONS:
-        raise ValueError(f"unknown precision {work.precision!r}; choose one of {', '.join(PRECISIONS)}")
+        raise InputError(f"unknown precision {work.precision!r}; choose one of {', '.join(PRECISIONS)}")
     for count, width, experts in _layers(model):
         of_layer = [
             *_layer_tasks(model, work, width, on_gpu),
